@@ -1,0 +1,26 @@
+"""dmuon_core: matrix optimizers for FSDP2 by dedicated ownership. Depends on torch alone."""
+
+from dmuon_core.fsdp2 import install_patches
+
+install_patches()
+
+from dmuon_core.api import dedicate_params, no_sync, register_forward_method, reset  # noqa: E402
+from dmuon_core.boundary import default_boundaries  # noqa: E402
+from dmuon_core.grad_clip import clip_grad_norm_  # noqa: E402
+from dmuon_core.optim import Muon  # noqa: E402
+from dmuon_core.owned_tensor import OwnedTensor  # noqa: E402
+from dmuon_core.registry import get_dedicated  # noqa: E402
+from dmuon_core.runtime import DedicatedModel  # noqa: E402
+
+__all__ = [
+    "DedicatedModel",
+    "Muon",
+    "OwnedTensor",
+    "clip_grad_norm_",
+    "dedicate_params",
+    "default_boundaries",
+    "get_dedicated",
+    "no_sync",
+    "register_forward_method",
+    "reset",
+]

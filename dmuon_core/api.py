@@ -1,0 +1,309 @@
+"""dedicate_params(): the one entry point, and what a training loop calls besides."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from dmuon_core import fsdp2, registry
+from dmuon_core.agreement import Description, agree
+from dmuon_core.boundary import assign_boundaries
+from dmuon_core.comm import CommContext
+from dmuon_core.group import DedicatedParamGroup
+from dmuon_core.module_states import sync_module_states as broadcast_module_states
+from dmuon_core.owned_tensor import OwnedTensor, empty_like_non_owner
+from dmuon_core.param import DedicatedParam, Slot
+from dmuon_core.partition import Assignment, MatrixSpec, compute_balanced_assignment
+from dmuon_core.runtime import DedicatedModel
+from dmuon_core.targets import muon_targets
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What will be done to the model: decided by every rank alone, then compared."""
+
+    boundaries: list[tuple[str, nn.Module, list[str]]]
+    targets: dict[str, nn.Parameter]
+    assignment: Assignment
+
+
+def dedicate_params(
+    model: nn.Module,
+    mesh: DeviceMesh | None = None,
+    predicate: Callable[[str, nn.Parameter], bool] | None = None,
+    *,
+    hook_boundary_predicate: Callable[[nn.Module], bool] | None = None,
+    hook_boundary_strict: bool = True,
+    reshard_after_forward: bool = True,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    master_dtype: torch.dtype | None = torch.float32,
+    sync_module_states: bool = True,
+) -> DedicatedModel:
+    """Give every Muon-target matrix of ``model`` one owner rank, in place. Collective over ``mesh``.
+
+    Call it once on the whole model, before ``fully_shard`` (which then leaves the owned parameters alone) and before
+    the optimizer is built. Nothing is changed if it raises.
+
+    Args:
+        model: plain module with its parameters on the mesh's device, on the CPU, or on meta.
+        mesh: 1-D data-parallel mesh; None for all processes of the default group, which is created if there is none
+            (by the launcher's environment, or for this process alone).
+        predicate: ``(fqn, parameter) -> bool`` chooses the targets; None for the matrices of hidden layers, see
+            :func:`dmuon_core.targets.muon_targets`.
+        hook_boundary_predicate: ``(module) -> bool`` chooses the modules that unshard their targets: for each target
+            its lowest ancestor for which it is true. None for the repeated blocks of the module tree.
+        hook_boundary_strict: whether a target without such an ancestor is an error.
+        reshard_after_forward: True frees the weights after forward and broadcasts them again for backward (Z3); False
+            keeps them until backward (Z2).
+        mp_policy: ``param_dtype`` is what is broadcast and computed with (default: the parameter's dtype),
+            ``reduce_dtype`` what gradients are reduced in (default: at least float32).
+        master_dtype: least precise dtype of owned weights, gradients and momentum at rest; None keeps the parameter's.
+        sync_module_states: whether all weights and buffers are first made those of the mesh's first rank.
+
+    Returns:
+        The state of the dedicated model: groups, owners, counts.
+
+    Raises:
+        ValueError: the predicate matches nothing; a target is already sharded, owned, of a wrong dtype or on a wrong
+            device; no module satisfies a strict ``hook_boundary_predicate``; the mesh has more than one dimension.
+        RuntimeError: ranks disagree, or another rank raised. All of these on every rank.
+    """
+    mesh = _default_mesh(model) if mesh is None else mesh
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"dedicate_params needs a 1-D data-parallel mesh, got {mesh.ndim} dimensions {mesh.mesh_dim_names}: pass one of "
+            "them, such as mesh['shard']"
+        )
+    group = mesh.get_group(0)
+    device = _mesh_device(mesh)
+
+    def plan() -> tuple[_Plan, Description]:
+        _check_not_dedicated(model)
+        targets = _choose_targets(model, predicate)
+        for fqn, param in targets.items():
+            _check_target(fqn, param, device)
+        boundaries = assign_boundaries(model, targets, hook_boundary_predicate, hook_boundary_strict)
+        specs = [
+            MatrixSpec(fqn, tuple(targets[fqn].shape), layer) for layer, _, fqns in boundaries for fqn in fqns
+        ]
+        assignment = compute_balanced_assignment(specs, mesh.size())
+        description = _describe_model(model)
+        description += [(f"whether '{fqn}' is a Muon target", True) for fqn in targets]
+        description += [(f"the hook module of '{fqn}'", layer) for layer, _, fqns in boundaries for fqn in fqns]
+        description += [("the arguments", (reshard_after_forward, str(mp_policy), str(master_dtype), sync_module_states))]
+        description += [("the assignment of owners", assignment.digest())]
+        return _Plan(boundaries, targets, assignment), description
+
+    agreed = agree(group, plan)
+    if sync_module_states:
+        broadcast_module_states(model, group, device)
+    comm = CommContext(mesh, device)
+    slots = _slots_of(model, set(map(id, agreed.targets.values())))
+    groups = []
+    for index, (layer, module, fqns) in enumerate(agreed.boundaries):
+        params = [
+            _dedicate_one(
+                fqn, agreed.targets[fqn], slots[id(agreed.targets[fqn])], agreed.assignment.owners[fqn],
+                mesh, device, mp_policy, master_dtype,
+            )
+            for fqn in fqns
+        ]  # fmt: skip
+        groups.append(DedicatedParamGroup(index, layer, module, params, comm))
+    dedicated = DedicatedModel(model, mesh, groups, agreed.assignment, comm, reshard_after_forward)
+    registry.register(model, dedicated)
+    return dedicated
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backwards inside accumulate gradients on each rank without communication, owned and sharded ones alike. Local.
+
+    The first backward after it reduces the whole window once. The unreduced gradients have their full size.
+
+    Raises:
+        ValueError: if the model is not dedicated.
+    """
+    groups = registry.get_dedicated(model).groups
+    before = all(group.requires_gradient_sync for group in groups)
+    fsdp2.set_requires_gradient_sync(model, False)
+    try:
+        yield
+    finally:
+        fsdp2.set_requires_gradient_sync(model, before)
+
+
+def reset(model: nn.Module) -> None:
+    """Bring ``model`` back to rest after an exception in forward or backward; see :meth:`DedicatedModel.reset`.
+
+    The next forward and ``Muon.zero_grad`` do so by themselves; call this on every rank to inspect the model before.
+    """
+    registry.get_dedicated(model).reset()
+
+
+def register_forward_method(model: nn.Module, name: str) -> None:
+    """Let method ``name`` of the model act as its forward, for owned and for FSDP2's parameters. Local.
+
+    Needed when a trainer calls, say, ``training_step`` directly: the model's own parameters are unsharded by hooks that
+    only ``model(...)`` would run. Call it after ``fully_shard``.
+
+    Raises:
+        ValueError: if the model is not dedicated or has no such method.
+    """
+    dedicated = registry.get_dedicated(model)
+    if not callable(getattr(model, name, None)):
+        raise ValueError(f"{type(model).__name__} has no method '{name}'")
+    for hooks in dedicated.hooks_on(model):
+        _wrap_method(model, name, functools.partial(_run_with_hooks, hooks, model))
+    if isinstance(model, FSDPModule):
+        register_fsdp_forward_method(model, name)
+    if dedicated.model is model:
+        _wrap_method(model, name, functools.partial(_run_as_root, dedicated, name))
+
+
+def _run_with_hooks(hooks: Any, model: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    args, kwargs = hooks.pre_forward(model, args, kwargs) or (args, kwargs)
+    output = method(*args, **kwargs)
+    hooks.post_forward(model, args, output)
+    return output
+
+
+def _run_as_root(
+    dedicated: DedicatedModel, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    dedicated.begin_root_forward(name)
+    raised = True
+    try:
+        output = method(*args, **kwargs)
+        raised = False
+        return output
+    finally:
+        dedicated.end_root_forward(name, raised=raised)
+
+
+def _wrap_method(model: nn.Module, name: str, run: Callable[..., Any]) -> None:
+    method = getattr(model, name)
+
+    @functools.wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return run(method, *args, **kwargs)
+
+    setattr(model, name, wrapped)
+
+
+def _default_mesh(model: nn.Module) -> DeviceMesh:
+    if not dist.is_initialized():
+        if dist.is_torchelastic_launched():
+            dist.init_process_group()
+        else:
+            dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    backends = dist.get_backend_config()
+    device_type = "cuda" if "cuda" in backends and torch.cuda.is_available() else "cpu"
+    return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+
+
+def _mesh_device(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def _check_not_dedicated(model: nn.Module) -> None:
+    for fqn, param in model.named_parameters():
+        if isinstance(param, OwnedTensor):
+            raise ValueError(f"'{fqn}' is dedicated already: call dedicate_params once, on the whole model")
+
+
+def _choose_targets(
+    model: nn.Module, predicate: Callable[[str, nn.Parameter], bool] | None
+) -> dict[str, nn.Parameter]:
+    if predicate is None:
+        targets = muon_targets(model)
+        if not targets:
+            raise ValueError(
+                f"{type(model).__name__} has no hidden-layer matrix to dedicate: pass predicate=(fqn, parameter) -> bool that "
+                "chooses the matrices for Muon"
+            )
+        return targets
+    targets = {fqn: param for fqn, param in model.named_parameters() if predicate(fqn, param)}
+    if not targets:
+        names = [fqn for fqn, param in model.named_parameters() if param.ndim >= 2]
+        raise ValueError(
+            f"the predicate matches no parameter of {type(model).__name__}: it is called with (fqn, parameter), and the "
+            f"matrices are {names[:8]}{' and more' if len(names) > 8 else ''}"
+        )
+    return targets
+
+
+def _check_target(fqn: str, param: nn.Parameter, device: torch.device) -> None:
+    if isinstance(param, DTensor):
+        raise ValueError(
+            f"'{fqn}' is a DTensor already: call dedicate_params before fully_shard and other parallelism, on the plain model"
+        )
+    if param.ndim < 2:
+        raise ValueError(
+            f"'{fqn}' has shape {tuple(param.shape)}: only matrices can be Muon targets, leave it out of the predicate"
+        )
+    if param.numel() == 0:
+        raise ValueError(f"'{fqn}' has no elements: leave it out of the predicate")
+    if param.dtype not in _DTYPES:
+        raise ValueError(
+            f"'{fqn}' has dtype {param.dtype}: Muon needs one of {', '.join(map(str, _DTYPES))}; leave it out of the predicate "
+            "or convert it"
+        )
+    if param.device.type not in ("cpu", "meta") and param.device != device:
+        raise ValueError(f"'{fqn}' is on {param.device}, the mesh is on {device}: move the model there first")
+
+
+def _describe_model(model: nn.Module) -> Description:
+    def kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+        return tuple(tensor.shape), str(tensor.dtype), tensor.is_meta, type(tensor).__name__
+
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return [(f"shape, dtype or kind of '{fqn}'", kind(tensor)) for fqn, tensor in tensors]
+
+
+def _slots_of(model: nn.Module, wanted: set[int]) -> dict[int, list[Slot]]:
+    """Where each parameter is registered, by identity: names would miss tied weights."""
+    slots: dict[int, list[Slot]] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if id(param) in wanted:
+                slots.setdefault(id(param), []).append((module, name))
+    return slots
+
+
+def _dedicate_one(
+    fqn: str,
+    param: nn.Parameter,
+    slots: list[Slot],
+    owner: int,
+    mesh: DeviceMesh,
+    device: torch.device,
+    mp_policy: MixedPrecisionPolicy | None,
+    master_dtype: torch.dtype | None,
+) -> DedicatedParam:
+    rest_dtype = param.dtype if master_dtype is None else torch.promote_types(param.dtype, master_dtype)
+    compute_dtype = (mp_policy.param_dtype if mp_policy is not None else None) or param.dtype
+    reduce_dtype = (mp_policy.reduce_dtype if mp_policy is not None else None) or torch.promote_types(
+        compute_dtype, torch.float32
+    )
+    at = torch.device("meta") if param.is_meta else device
+    if mesh.get_local_rank(0) == owner:
+        local = param.detach().to(device=at, dtype=rest_dtype, copy=True).contiguous()
+    else:
+        local = empty_like_non_owner(param.shape, dtype=rest_dtype, device=at)
+    rest = nn.Parameter(OwnedTensor.wrap(local, param.shape, mesh, (owner,), fqn), requires_grad=param.requires_grad)
+    registry.note_replaced(param, fqn)
+    return DedicatedParam(fqn, slots, rest, compute_dtype, reduce_dtype)

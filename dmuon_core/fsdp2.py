@@ -1,0 +1,163 @@
+"""Composition with FSDP2: every patch of torch, and everything that touches FSDP2's private state.
+
+Each patch is listed in ``PATCHES``, checks at import that torch still has the function in the form that it expects, and
+raises an error with the torch version otherwise.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed._state_dict_utils as state_dict_utils
+import torch.distributed.fsdp._fully_shard._fsdp_init as fsdp_init
+import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
+
+from dmuon_core import registry
+from dmuon_core.owned_tensor import OwnedTensor
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the unsharded parameters of every FSDP2 module in ``model``. Local."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def reset(model: nn.Module) -> None:
+    """Bring FSDP2 back to rest after an exception in forward or backward, where it has run before."""
+    if isinstance(model, FSDPModule) and model._get_fsdp_state()._is_root:
+        model.reset_iter_state()
+
+
+def drop_pending(model: nn.Module, param_ids: set[int]) -> None:
+    """Forget the gradients that FSDP2 has accumulated without communication for these sharded parameters. Local."""
+    for fsdp_param in _fsdp_params(model):
+        if id(fsdp_param.sharded_param) in param_ids and hasattr(fsdp_param, "_unsharded_param"):
+            fsdp_param.unsharded_accumulated_grad = None
+            fsdp_param.unsharded_param.grad = None
+
+
+def set_requires_gradient_sync(model: nn.Module, sync: bool) -> None:
+    """Set gradient synchronization of every group in ``model``, ours and FSDP2's. Local."""
+    registry.set_requires_gradient_sync(model.modules(), sync)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(sync, recurse=False)
+
+
+def _fsdp_params(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                yield from group.fsdp_params
+
+
+# Patches
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One replaced function of torch: where it lives, its leading parameters, what replaces it, and why."""
+
+    holder: Any
+    name: str
+    parameters: tuple[str, ...]
+    replacement: Callable[[Callable[..., Any]], Callable[..., Any]]
+    reason: str
+    everywhere: bool = False  # also where other modules of torch.distributed imported it by name
+
+    def install(self) -> None:
+        """Replace the function, once per process.
+
+        Raises:
+            ImportError: if torch has another form of it.
+        """
+        original = getattr(self.holder, self.name, None)
+        if getattr(original, "_dmuon_patch", False):
+            return
+        if original is None or tuple(inspect.signature(original).parameters)[: len(self.parameters)] != self.parameters:
+            raise ImportError(
+                f"dmuon_core does not know torch {torch.__version__}: {self.name} has changed, and it is needed so that "
+                f"{self.reason}. Use a torch release that this version of dmuon-lightning supports, or update it"
+            )
+        replacement = functools.wraps(original)(self.replacement(original))
+        replacement._dmuon_patch = True  # type: ignore[attr-defined]
+        holders = [self.holder]
+        if self.everywhere:
+            modules = [m for name, m in list(sys.modules.items()) if name.startswith("torch.distributed")]
+            holders += [m for m in modules if getattr(m, self.name, None) is original]
+        for holder in holders:
+            setattr(holder, self.name, replacement)
+
+
+def _ignore_owned(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_managed_states(
+        modules: list[nn.Module], ignored_params: set[nn.Parameter] | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        owned = {p for m in modules for p in m.parameters(recurse=False) if isinstance(p, OwnedTensor)}
+        return original(modules, owned | (ignored_params or set()), *args, **kwargs)
+
+    return get_managed_states
+
+
+def _sync_owned_groups(original: Callable[..., Any]) -> Callable[..., Any]:
+    def set_requires_gradient_sync(self: nn.Module, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        original(self, requires_gradient_sync, recurse=recurse)
+        registry.set_requires_gradient_sync(self.modules() if recurse else [self], requires_gradient_sync)
+
+    return set_requires_gradient_sync
+
+
+def _distribute_to_owners(original: Callable[..., Any]) -> Callable[..., Any]:
+    def distribute_tensors(local_state_dict: dict[str, Any], keys: list[str], *args: Any, **kwargs: Any) -> None:
+        rest = []
+        for key in keys:
+            pair = local_state_dict.get(key)
+            if isinstance(pair, tuple) and isinstance(pair[0], OwnedTensor):
+                pair[0].copy_(pair[1])
+                local_state_dict[key] = pair[0]
+            else:
+                rest.append(key)
+        original(local_state_dict, rest, *args, **kwargs)
+
+    return distribute_tensors
+
+
+PATCHES = [
+    Patch(
+        fsdp_init,
+        "_get_managed_states",
+        ("modules", "ignored_params"),
+        _ignore_owned,
+        "fully_shard, whoever calls it, leaves owned parameters alone",
+        everywhere=True,
+    ),
+    Patch(
+        FSDPModule,
+        "set_requires_gradient_sync",
+        ("self", "requires_gradient_sync"),
+        _sync_owned_groups,
+        "gradient accumulation without communication holds for owned parameters too",
+    ),
+    Patch(
+        state_dict_utils,
+        "_distribute_tensors",
+        ("local_state_dict", "keys"),
+        _distribute_to_owners,
+        "a full state dict that rank 0 broadcasts reaches the owners whole",
+        everywhere=True,
+    ),
+]
+
+
+def install_patches() -> None:
+    """Install every patch; called when ``dmuon_core`` is imported."""
+    for patch in PATCHES:
+        patch.install()

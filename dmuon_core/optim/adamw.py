@@ -1,0 +1,47 @@
+"""The AdamW side of Muon: embeddings, heads, norms and biases, with the numbers of ``torch.optim.AdamW``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim.adamw import adamw
+
+from dmuon_core.optim.local import local
+
+
+def adamw_update(group: dict[str, Any], state: Any) -> None:
+    """Step every parameter of one AdamW group that has a gradient; in place, local, no collective.
+
+    State has the keys, dtypes and placements of ``torch.optim.AdamW``: ``step`` (a scalar on CPU),
+    ``exp_avg`` and ``exp_avg_sq`` (like the parameter, so a DTensor stays a DTensor). AdamW is elementwise,
+    so each rank may work on its own shard.
+
+    Source: I. Loshchilov and F. Hutter, arXiv:1711.05101; the arithmetic is torch's functional ``adamw``.
+    """
+    params = [p for p in group["params"] if p.grad is not None]
+    if not params:
+        return
+    for p in params:
+        if not state[p]:
+            dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+            state[p]["step"] = torch.tensor(0.0, dtype=dtype)
+            state[p]["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            state[p]["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+    beta1, beta2 = group["betas"]
+    adamw(
+        [local(p) for p in params],
+        [local(p.grad) for p in params],
+        [local(state[p]["exp_avg"]) for p in params],
+        [local(state[p]["exp_avg_sq"]) for p in params],
+        [],
+        [local(state[p]["step"]) for p in params],
+        has_complex=any(p.is_complex() for p in params),
+        amsgrad=False,
+        maximize=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+    )

@@ -1,0 +1,72 @@
+"""What one rank holds of a parameter, and what must be true of it before anything is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dmuon_core.owned_tensor import OwnedTensor
+
+
+def local(t: Tensor) -> Tensor:
+    """This rank's part of a tensor: the local tensor of a DTensor (shared memory), else itself. Local."""
+    return t._local_tensor if isinstance(t, DTensor) else t
+
+
+def gradient_problem(p: Tensor, algorithm: str) -> str | None:
+    """Say why the gradient of ``p`` (not None) cannot be applied, and the remedy; None if it can. Local."""
+    grad = p.grad
+    assert grad is not None
+    if grad.layout != torch.strided:
+        return f"its gradient is sparse ({grad.layout}); build the layer with sparse=False"
+    if grad.is_complex() and algorithm == "muon":
+        return 'its gradient is complex; put it in a group with algorithm="adamw"'
+    if grad.dtype != p.dtype:
+        return (
+            f"its gradient has dtype {grad.dtype}, the parameter {p.dtype}; zero_grad after changing a dtype"
+        )
+    if grad.shape != p.shape or local(grad).shape != local(p).shape:
+        return (
+            f"its gradient has shape {_shapes(grad)}, the parameter {_shapes(p)}; call zero_grad after "
+            "replacing a parameter's data"
+        )
+    if grad.device != p.device:
+        return (
+            f"its gradient is on {grad.device}, the parameter on {p.device}; zero_grad after moving a model"
+        )
+    if _placement(grad) != _placement(p):
+        return (
+            f"its gradient is placed as {_placement(grad)}, the parameter as {_placement(p)}; use the "
+            "gradient that backward leaves, or give it the parameter's placement"
+        )
+    return None
+
+
+def state_problem(p: Tensor, state: dict[str, Any]) -> str | None:
+    """Say which state tensor does not lie where ``p`` lies, and the remedy; None if all do. Local."""
+    for key, value in state.items():
+        if key == "step" or not isinstance(value, Tensor):
+            continue
+        if value.shape != p.shape or local(value).shape != local(p).shape or value.device != p.device:
+            return (
+                f"its state {key!r} has shape {_shapes(value)} on {value.device}, the parameter {_shapes(p)} "
+                f"on {p.device}; build the optimizer after moving or replacing parameters, or reload its "
+                "state with load_state_dict"
+            )
+    return None
+
+
+def _shapes(t: Tensor) -> str:
+    part = f" ({tuple(local(t).shape)} on this rank)" if isinstance(t, DTensor) else ""
+    return f"{tuple(t.shape)}{part}"
+
+
+def _placement(t: Tensor) -> tuple[Any, ...]:
+    if isinstance(t, OwnedTensor):
+        return "owned by", t.owner, t.device_mesh
+    if isinstance(t, DTensor):
+        return t.placements, t.device_mesh
+    return ("a plain tensor",)

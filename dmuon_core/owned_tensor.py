@@ -1,0 +1,185 @@
+"""OwnedTensor: what a dedicated parameter is at rest.
+
+A DTensor subclass with the true global shape whose data lives whole on its owner and has 0 rows everywhere else.
+Because it *is* a DTensor, ``named_parameters()``, ``state_dict()``, gradient clipping, optimizers, deepcopy and
+``torch.distributed.checkpoint`` treat it as the sharded parameter that it is. What may be computed on it is decided in
+``owned_ops.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+Owner = tuple[int | None, ...]
+"""Mesh coordinates of the data, one per mesh dimension; ``None`` means: every rank along that dimension has a copy."""
+
+
+class OwnedTensor(DTensor):
+    """A tensor of global shape ``[m, ...]`` whose data is whole on its owner and has 0 rows on all other ranks.
+
+    The nominal placement is ``Shard(0)`` along each mesh dimension that has an owner coordinate and ``Replicate()``
+    along the others. Create one with :meth:`wrap` or :func:`own_like`, never by the constructor.
+    """
+
+    _owner: Owner
+    _fqn: str
+
+    @staticmethod
+    def wrap(
+        local: torch.Tensor, shape: torch.Size, mesh: DeviceMesh, owner: Owner, fqn: str = ""
+    ) -> OwnedTensor:
+        """Make an OwnedTensor of global ``shape`` from this rank's ``local`` data (no copy). Local, no collective.
+
+        Args:
+            local: the whole tensor on a rank that :func:`holds` the data, a tensor of shape ``[0, *shape[1:]]`` elsewhere.
+            shape: global shape.
+            mesh: the device mesh that ``owner`` gives coordinates on.
+            owner: mesh coordinates of the data.
+            fqn: parameter name for error messages.
+
+        Raises:
+            ValueError: if ``local`` does not have the shape that this rank must hold.
+        """
+        expected = shape if holds(mesh, owner) else torch.Size((0, *shape[1:]))
+        if local.shape != expected:
+            raise ValueError(
+                f"owned tensor '{fqn}' of shape {tuple(shape)}: this rank must pass a local tensor of shape "
+                f"{tuple(expected)}, got {tuple(local.shape)}"
+            )
+        meta = TensorMeta(shape, _contiguous_stride(shape), local.dtype)
+        placements: tuple[Placement, ...] = tuple(Replicate() if c is None else Shard(0) for c in owner)
+        tensor = OwnedTensor(local, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)  # type: ignore[call-arg, misc]
+        tensor._owner = owner
+        tensor._fqn = fqn
+        return tensor
+
+    @property
+    def owner(self) -> Owner:
+        """Mesh coordinates of the data; ``None`` where every rank of a mesh dimension has a copy."""
+        return self._owner
+
+    @property
+    def fqn(self) -> str:
+        """Name of the parameter that this tensor belongs to, for messages; may be empty."""
+        return self._fqn
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether this rank holds the data."""
+        return holds(self._spec.mesh, self._owner)
+
+    def like(self, local: torch.Tensor) -> OwnedTensor:
+        """An OwnedTensor of this one's shape and owner over other local data of any dtype. Local."""
+        return OwnedTensor.wrap(local, self.shape, self._spec.mesh, self._owner, self._fqn)
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The whole tensor on every rank, as a new plain tensor. Collective: one broadcast per owned mesh dimension."""
+        local = self._local_tensor.detach()
+        full = local.contiguous().clone() if self.is_owner else local.new_empty(self.shape)
+        mesh = self._spec.mesh
+        # Innermost dimension first: afterwards the owner's row is complete and can serve the outer dimension.
+        for dim in reversed(range(mesh.ndim)):
+            source = self._owner[dim]
+            if source is not None and mesh.size(dim) > 1:
+                dist.broadcast(full, group=mesh.get_group(dim), group_src=source)
+        return full
+
+    def redistribute(  # type: ignore[override]
+        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **kwargs: Any
+    ) -> DTensor:
+        """This tensor as a regular DTensor with ``placements`` on its own mesh. Collective."""
+        mesh = self._spec.mesh
+        replicated = DTensor.from_local(self.full_tensor(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return replicated.redistribute(device_mesh or mesh, placements, **kwargs)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return (
+            f"OwnedTensor('{self._fqn}', shape={tuple(self.shape)}, dtype={self.dtype}, owner={self._owner}, "
+            f"local={tuple(self._local_tensor.shape)})"
+        )
+
+    # torch.distributed.checkpoint: the owner writes and reads one chunk that is the whole tensor.
+
+    def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
+        if not self._writes_checkpoint():
+            return []
+        origin = torch.Size([0] * self.dim())
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, origin),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(offsets=origin, sizes=self.shape),
+                    properties=TensorProperties.create_from_tensor(self._local_tensor),
+                    size=self.shape,
+                ),
+            )
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        if not self.is_owner:
+            return []
+        return [ChunkStorageMetadata(offsets=torch.Size([0] * self.dim()), sizes=self.shape)]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return self._local_tensor
+
+    def _writes_checkpoint(self) -> bool:
+        return holds(self._spec.mesh, tuple(0 if c is None else c for c in self._owner))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from dmuon_core.owned_ops import dispatch  # at call time: the rules need this class
+
+        return dispatch(func, args, kwargs or {})
+
+
+def holds(mesh: DeviceMesh, owner: Owner) -> bool:
+    """Whether this rank is at the ``owner`` coordinates of ``mesh`` and so holds the data. Local."""
+    return all(c is None or mesh.get_local_rank(dim) == c for dim, c in enumerate(owner))
+
+
+def empty_like_non_owner(
+    shape: torch.Size, *, dtype: torch.dtype, device: torch.device | str
+) -> torch.Tensor:
+    """The local part of a rank that is not the owner: 0 rows. Local."""
+    return torch.empty((0, *shape[1:]), dtype=dtype, device=device)
+
+
+def own_like(value: torch.Tensor, like: OwnedTensor) -> OwnedTensor:
+    """``value`` as an OwnedTensor of the owner of ``like``, in the dtype of ``value``.
+
+    Args:
+        value: the full tensor on every rank (or at least on the owner), or any DTensor of the same global shape.
+        like: gives shape, mesh and owner.
+
+    Collective if ``value`` is a DTensor that is not yet owned by that owner, local otherwise.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    if value.shape != like.shape:
+        raise ValueError(
+            f"'{like.fqn}' has shape {tuple(like.shape)}, the value to own has {tuple(value.shape)}: "
+            "it belongs to another model"
+        )
+    if isinstance(value, OwnedTensor) and value.owner == like.owner and value._spec.mesh == like._spec.mesh:
+        return value
+    full = value.full_tensor() if isinstance(value, DTensor) else value
+    if like.is_owner:
+        # Always a copy: the source may be a view into a checkpoint file or be kept by the caller.
+        return like.like(full.detach().to(like.device, copy=True).contiguous())
+    return like.like(empty_like_non_owner(like.shape, dtype=full.dtype, device=like.device))
+
+
+def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()

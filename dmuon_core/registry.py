@@ -1,0 +1,85 @@
+"""Which dedicated models live in this process, and which parameters they replaced: for hooks that see only tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import torch
+import torch.nn as nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+if TYPE_CHECKING:
+    from dmuon_core.runtime import DedicatedModel
+
+_ATTRIBUTE = "_dmuon_dedicated"
+_live: WeakSet[DedicatedModel] = WeakSet()
+_replaced = WeakIdKeyDictionary()  # parameter that left the model at dedication -> its FQN
+
+
+def register(model: nn.Module, dedicated: DedicatedModel) -> None:
+    """Remember ``dedicated`` on its model, and that it is alive."""
+    model.__dict__[_ATTRIBUTE] = dedicated
+    _live.add(dedicated)
+
+
+def note_replaced(param: nn.Parameter, fqn: str) -> None:
+    """Remember that ``param`` is no longer in its model, to tell an optimizer that still holds it."""
+    _replaced[param] = fqn
+
+
+def find_dedicated(model: nn.Module) -> DedicatedModel | None:
+    """The dedicated model that ``model`` is or contains, or None."""
+    for module in model.modules():
+        if _ATTRIBUTE in module.__dict__:
+            return module.__dict__[_ATTRIBUTE]  # type: ignore[no-any-return]
+    return None
+
+
+def get_dedicated(model: nn.Module) -> DedicatedModel:
+    """The dedicated model that ``model`` is or contains.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    found = find_dedicated(model)
+    if found is None:
+        raise ValueError(f"{type(model).__name__} has no dedicated parameters: call dedicate_params(model, ...) first")
+    return found
+
+
+def drop_pending(params: Iterable[torch.Tensor]) -> None:
+    """Forget the gradients of ``params`` that were not reduced, in every dedicated model. Local."""
+    params = list(params)
+    for dedicated in list(_live):
+        dedicated.drop_pending(params)
+
+
+def set_requires_gradient_sync(modules: Iterable[nn.Module], sync: bool) -> None:
+    """Set for the groups hooked on ``modules`` whether the next backward reduces their gradients. Local."""
+    wanted = set(modules)
+    for dedicated in list(_live):
+        dedicated.set_requires_gradient_sync(wanted, sync)
+
+
+def _refuse_replaced_params(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param in _replaced:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} holds '{_replaced[param]}' from before dedicate_params, which replaced it "
+                    "in the model: this step would train nothing. Build the optimizer after dedicate_params and fully_shard"
+                )
+
+
+def _reshard_after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    # Whatever is unsharded now holds the weights from before the step.
+    for dedicated in list(_live):
+        dedicated.reshard_after_step()
+
+
+# For every optimizer, ours or not.
+register_optimizer_step_pre_hook(_refuse_replaced_params)
+register_optimizer_step_post_hook(_reshard_after_step)

@@ -1,0 +1,59 @@
+"""What every integration does to a module: dedicate its matrices, shard the rest, register its step methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from dmuon_core import DedicatedModel, dedicate_params, register_forward_method
+from dmuon_core.registry import find_dedicated
+
+
+def shard_module(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    predicate: Callable[[str, nn.Parameter], bool] | None = None,
+    hook_boundary_predicate: Callable[[nn.Module], bool] | None = None,
+    reshard_after_forward: bool = True,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    master_dtype: torch.dtype | None = torch.float32,
+    forward_methods: Iterable[str] = (),
+) -> DedicatedModel:
+    """Dedicate the Muon targets of ``module`` and give everything else to FSDP2, in place. Collective over ``mesh``.
+
+    The hook modules of the owned matrices are FSDP2's modules too, and ``module`` is the root of both. Does nothing
+    to a module that this function has prepared before (a second ``fit``, a validation before it).
+
+    Args:
+        module: the whole model; in Lightning the LightningModule itself, so that parameters that sit directly on it are
+            synchronized as well.
+        mesh: 1-D data-parallel mesh.
+        forward_methods: methods of ``module`` that a trainer calls instead of its forward.
+
+    The other arguments are those of :func:`dmuon_core.dedicate_params`, which says what is raised.
+    """
+    dedicated = find_dedicated(module)
+    if dedicated is not None:
+        return dedicated
+    dedicated = dedicate_params(
+        module,
+        mesh,
+        predicate,
+        hook_boundary_predicate=hook_boundary_predicate,
+        reshard_after_forward=reshard_after_forward,
+        mp_policy=mp_policy,
+        master_dtype=master_dtype,
+    )
+    policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
+    for group in reversed(dedicated.groups):  # inner modules first
+        if group.module is not module and not isinstance(group.module, FSDPModule):
+            fully_shard(group.module, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
+    fully_shard(module, mesh=mesh, mp_policy=policy)
+    for name in forward_methods:
+        register_forward_method(module, name)
+    return dedicated

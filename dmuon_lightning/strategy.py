@@ -1,0 +1,141 @@
+"""DMuonStrategy: ``Trainer(strategy=DMuonStrategy())`` trains an unchanged LightningModule with owned matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.nn as nn
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.init import _materialize_distributed_module
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from typing_extensions import override
+
+from dmuon_core import DedicatedModel, no_sync
+from dmuon_lightning.sharding import shard_module
+
+_STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+class DMuonStrategy(ModelParallelStrategy):
+    """Trains with one owner rank per Muon-target matrix and FSDP2 for everything else.
+
+    The LightningModule needs no ``configure_model`` and no change, except that ``configure_optimizers`` returns
+    ``dmuon_core.Muon(self, lr=...)``; the strategy calls it after sharding. All processes are data parallel: each
+    sees its own part of the data, and gradients are averaged.
+
+    Args:
+        predicate: ``(fqn, parameter) -> bool`` chooses the Muon targets; None for the matrices of hidden layers.
+        hook_boundary_predicate: ``(module) -> bool`` chooses the modules that are unsharded as a unit; None for the
+            repeated blocks.
+        reshard_after_forward: True frees weights between forward and backward (Z3), False keeps them (Z2).
+        mp_policy: FSDP2's dtype policy, for owned and sharded parameters alike. ``Trainer(precision=...)`` works without.
+        master_dtype: least precise dtype of owned weights, gradients and momentum at rest; None keeps the parameter's.
+        save_distributed_checkpoint: False writes one ordinary checkpoint file, gathered on rank 0; True a folder with one
+            file per rank.
+        process_group_backend: None for the device's default, ``gloo`` or ``nccl``.
+        timeout: of every collective.
+
+    Raises:
+        ValueError: see :func:`dmuon_core.dedicate_params`; in ``setup``, on every rank.
+    """
+
+    def __init__(
+        self,
+        predicate: Callable[[str, nn.Parameter], bool] | None = None,
+        hook_boundary_predicate: Callable[[nn.Module], bool] | None = None,
+        reshard_after_forward: bool = True,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        master_dtype: torch.dtype | None = torch.float32,
+        save_distributed_checkpoint: bool = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        super().__init__(
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self._predicate = predicate
+        self._hook_boundary_predicate = hook_boundary_predicate
+        self._reshard_after_forward = reshard_after_forward
+        self._mp_policy = mp_policy
+        self._master_dtype = master_dtype
+
+    @override
+    def setup_environment(self) -> None:
+        # The base class's own setup builds a (data, tensor) mesh that is tensor parallel on one node.
+        ParallelStrategy.setup_environment(self)
+        self._setup_distributed()
+        self._device_mesh = init_device_mesh(
+            self.root_device.type, (self.world_size,), mesh_dim_names=("data_parallel",)
+        )
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._device_mesh
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.model is not None
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        self._disable_inference_mode(trainer)
+        # The precision plugin must see the plain module: it may convert parameters or swap layers.
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.setup_module(self.model)
+        self.model_to_device()
+        self.barrier()
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def setup_module(self, module: nn.Module) -> DedicatedModel:
+        """Dedicate and shard ``module`` and materialize what is still on the meta device. Collective."""
+        dedicated = shard_module(
+            module,
+            self.device_mesh,
+            predicate=self._predicate,
+            hook_boundary_predicate=self._hook_boundary_predicate,
+            reshard_after_forward=self._reshard_after_forward,
+            mp_policy=self._mp_policy,
+            master_dtype=self._master_dtype,
+            forward_methods=[name for name in _STEP_METHODS if is_overridden(name, self.lightning_module)],
+        )
+        _materialize_distributed_module(module, self.root_device)
+        rank_zero_info(
+            f"DMuon: {len(dedicated.params)} matrices owned over {self.device_mesh.size()} ranks, busiest owner at "
+            f"{dedicated.assignment.ratio:.3f} of the ideal"
+        )
+        return dedicated
+
+    @staticmethod
+    def _disable_inference_mode(trainer: Trainer) -> None:
+        # FSDP2 creates tensors at its first forward; made under inference mode they break a later fit.
+        for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Accumulate gradients without communication; the Trainer enters it for all but the last batch of a window."""
+        assert self.model is not None
+        with no_sync(self.model):
+            yield
+
+    @override
+    def teardown(self) -> None:
+        if self._device_mesh is not None and self.model is not None:
+            super().teardown()
