@@ -28,7 +28,7 @@ def agree(group: dist.ProcessGroup, plan: Callable[[], tuple[T, Description]]) -
     description: Description = []
     try:
         result, description = plan()
-    except Exception as raised:  # raised again below, after the other ranks know
+    except Exception as raised:  # noqa: BLE001 - raised again below, after the other ranks know
         error = raised
     everyone: list[Any] = [None] * dist.get_world_size(group)
     message = None if error is None else f"{type(error).__name__}: {error}"
@@ -43,14 +43,14 @@ def agree(group: dist.ProcessGroup, plan: Callable[[], tuple[T, Description]]) -
         if difference is not None:
             name, here, there = difference
             raise RuntimeError(
-                f"ranks disagree on {name}: rank 0 has {here}, rank {rank} has {there}. Build the same model with the same "
-                "arguments on every rank; a predicate must depend on name and shape only"
+                f"ranks disagree on {name}: rank 0 has {here}, rank {rank} has {there}. Build the same model with the "
+                "same arguments on every rank; a predicate must depend on name and shape only"
             )
     return result  # type: ignore[return-value]
 
 
 def _first_difference(first: Description, other: Description) -> tuple[str, Any, Any] | None:
-    for (name, value), (other_name, other_value) in zip(first, other):
+    for (name, value), (other_name, other_value) in zip(first, other, strict=False):
         if name != other_name:
             return name, repr(name), repr(other_name)
         if value != other_value:

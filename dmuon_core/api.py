@@ -83,8 +83,8 @@ def dedicate_params(
     mesh = _default_mesh(model) if mesh is None else mesh
     if mesh.ndim != 1:
         raise ValueError(
-            f"dedicate_params needs a 1-D data-parallel mesh, got {mesh.ndim} dimensions {mesh.mesh_dim_names}: pass one of "
-            "them, such as mesh['shard']"
+            f"dedicate_params needs a 1-D data-parallel mesh, got {mesh.ndim} dimensions {mesh.mesh_dim_names}: pass "
+            "one of them, such as mesh['shard']"
         )
     group = mesh.get_group(0)
     device = _mesh_device(mesh)
@@ -95,14 +95,14 @@ def dedicate_params(
         for fqn, param in targets.items():
             _check_target(fqn, param, device)
         boundaries = assign_boundaries(model, targets, hook_boundary_predicate, hook_boundary_strict)
-        specs = [
-            MatrixSpec(fqn, tuple(targets[fqn].shape), layer) for layer, _, fqns in boundaries for fqn in fqns
-        ]
+        specs = [MatrixSpec(fqn, tuple(targets[fqn].shape), layer) for layer, _, fqns in boundaries for fqn in fqns]
         assignment = compute_balanced_assignment(specs, mesh.size())
         description = _describe_model(model)
         description += [(f"whether '{fqn}' is a Muon target", True) for fqn in targets]
         description += [(f"the hook module of '{fqn}'", layer) for layer, _, fqns in boundaries for fqn in fqns]
-        description += [("the arguments", (reshard_after_forward, str(mp_policy), str(master_dtype), sync_module_states))]
+        description += [
+            ("the arguments", (reshard_after_forward, str(mp_policy), str(master_dtype), sync_module_states))
+        ]
         description += [("the assignment of owners", assignment.digest())]
         return _Plan(boundaries, targets, assignment), description
 
@@ -179,9 +179,7 @@ def _run_with_hooks(hooks: Any, model: nn.Module, method: Callable[..., Any], *a
     return output
 
 
-def _run_as_root(
-    dedicated: DedicatedModel, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
+def _run_as_root(dedicated: DedicatedModel, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     dedicated.begin_root_forward(name)
     raised = True
     try:
@@ -225,23 +223,21 @@ def _check_not_dedicated(model: nn.Module) -> None:
             raise ValueError(f"'{fqn}' is dedicated already: call dedicate_params once, on the whole model")
 
 
-def _choose_targets(
-    model: nn.Module, predicate: Callable[[str, nn.Parameter], bool] | None
-) -> dict[str, nn.Parameter]:
+def _choose_targets(model: nn.Module, predicate: Callable[[str, nn.Parameter], bool] | None) -> dict[str, nn.Parameter]:
     if predicate is None:
         targets = muon_targets(model)
         if not targets:
             raise ValueError(
-                f"{type(model).__name__} has no hidden-layer matrix to dedicate: pass predicate=(fqn, parameter) -> bool that "
-                "chooses the matrices for Muon"
+                f"{type(model).__name__} has no hidden-layer matrix to dedicate: pass predicate=(fqn, parameter) -> "
+                "bool that chooses the matrices for Muon"
             )
         return targets
     targets = {fqn: param for fqn, param in model.named_parameters() if predicate(fqn, param)}
     if not targets:
         names = [fqn for fqn, param in model.named_parameters() if param.ndim >= 2]
         raise ValueError(
-            f"the predicate matches no parameter of {type(model).__name__}: it is called with (fqn, parameter), and the "
-            f"matrices are {names[:8]}{' and more' if len(names) > 8 else ''}"
+            f"the predicate matches no parameter of {type(model).__name__}: it is called with (fqn, parameter), and "
+            f"the matrices are {names[:8]}{' and more' if len(names) > 8 else ''}"
         )
     return targets
 
@@ -249,7 +245,8 @@ def _choose_targets(
 def _check_target(fqn: str, param: nn.Parameter, device: torch.device) -> None:
     if isinstance(param, DTensor):
         raise ValueError(
-            f"'{fqn}' is a DTensor already: call dedicate_params before fully_shard and other parallelism, on the plain model"
+            f"'{fqn}' is a DTensor already: call dedicate_params before fully_shard and other parallelism, on the "
+            "plain model"
         )
     if param.ndim < 2:
         raise ValueError(
@@ -259,8 +256,8 @@ def _check_target(fqn: str, param: nn.Parameter, device: torch.device) -> None:
         raise ValueError(f"'{fqn}' has no elements: leave it out of the predicate")
     if param.dtype not in _DTYPES:
         raise ValueError(
-            f"'{fqn}' has dtype {param.dtype}: Muon needs one of {', '.join(map(str, _DTYPES))}; leave it out of the predicate "
-            "or convert it"
+            f"'{fqn}' has dtype {param.dtype}: Muon needs one of {', '.join(map(str, _DTYPES))}; leave it out of the "
+            "predicate or convert it"
         )
     if param.device.type not in ("cpu", "meta") and param.device != device:
         raise ValueError(f"'{fqn}' is on {param.device}, the mesh is on {device}: move the model there first")

@@ -76,7 +76,7 @@ class CommContext:
         return _Named(self._launch(Lane.BROADCAST, collective, what), what)
 
     def reduce(self, buffers: Sequence[tuple[torch.Tensor, int]], what: str) -> Pending:
-        """Average each flat buffer over all ranks onto its owner rank; elsewhere its content is lost. As ``broadcast``."""
+        """Average each flat buffer over all ranks onto its owner rank; elsewhere it is lost. As ``broadcast``."""
         for buffer, _ in buffers:
             self.stats.reduces += 1
             self.stats.reduce_bytes += (buffer.numel() - TAG_NUMEL) * buffer.itemsize
@@ -116,7 +116,7 @@ class CommContext:
         # gloo raises in the coalescing manager; NCCL fuses the owners' broadcasts into one launch with it.
         if not self._nccl:
             return nullcontext()
-        return dist._coalescing_manager(group=group, device=self.device, async_ops=True)  # type: ignore[no-any-return]
+        return dist._coalescing_manager(group=group, device=self.device, async_ops=True)
 
 
 class _Named(Pending):
@@ -135,8 +135,8 @@ class _Named(Pending):
 
 def _failure(what: str) -> str:
     return (
-        f"{what} failed. Every rank must run the same modules in the same order, in forward and in backward; a rank that "
-        "skipped this module, raised, or ended leaves the others waiting here"
+        f"{what} failed. Every rank must run the same modules in the same order, in forward and in backward; a rank "
+        "that skipped this module, raised, or ended leaves the others waiting here"
     )
 
 
@@ -154,7 +154,7 @@ def check_tag(buffer: torch.Tensor, tag: torch.Tensor, what: str) -> None:
     """
     matches = (buffer[-TAG_NUMEL:] - tag).abs().max() < 0.5
     if buffer.device.type == "cuda":
-        torch._assert_async(matches, f"{what}: another rank was at another module")  # type: ignore[call-arg]
+        torch._assert_async(matches, f"{what}: another rank was at another module")
     elif not matches:
         raise RuntimeError(f"{_failure(what)} (another rank was at another module)")
 

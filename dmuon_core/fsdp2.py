@@ -84,8 +84,8 @@ class Patch:
             return
         if original is None or tuple(inspect.signature(original).parameters)[: len(self.parameters)] != self.parameters:
             raise ImportError(
-                f"dmuon_core does not know torch {torch.__version__}: {self.name} has changed, and it is needed so that "
-                f"{self.reason}. Use a torch release that this version of dmuon-lightning supports, or update it"
+                f"dmuon_core does not know torch {torch.__version__}: {self.name} has changed, and it is needed so "
+                f"that {self.reason}. Use a torch release that this version of dmuon-lightning supports, or update it"
             )
         replacement = functools.wraps(original)(self.replacement(original))
         replacement._dmuon_patch = True  # type: ignore[attr-defined]

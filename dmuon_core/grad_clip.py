@@ -24,8 +24,8 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale all gradients in place so that their global norm is at most ``max_norm``. Collective.
 
-    Equal to ``torch.nn.utils.clip_grad_norm_`` on the whole model in one process. Unlike that function it accepts owned,
-    sharded and plain gradients together and needs one all-reduce per mesh. Call it on every rank with the same
+    Equal to ``torch.nn.utils.clip_grad_norm_`` on the whole model in one process. Unlike that function it accepts
+    owned, sharded and plain gradients together and needs one all-reduce per mesh. Call it on every rank with the same
     parameters.
 
     Args:
@@ -54,7 +54,7 @@ def clip_grad_norm_(
 
 @torch.no_grad()
 def total_grad_norm(grads: list[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-    """The p-norm of all ``grads`` as one vector, 0-dim float, equal on every rank. Collective: one all-reduce a mesh."""
+    """The p-norm of all ``grads`` as one vector, 0-dim float, equal on all ranks. Collective: one all-reduce a mesh."""
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, got {norm_type}")
     if not grads:

@@ -39,7 +39,7 @@ class Reduction:
 
 @dataclass
 class ReducedGrad:
-    """One parameter's averaged gradient in its rest dtype on the owner, None elsewhere, and whether this rank had one."""
+    """One parameter's averaged gradient in its rest dtype on the owner, None elsewhere, and if this rank had one."""
 
     param: DedicatedParam
     local: torch.Tensor | None
@@ -96,7 +96,8 @@ class DedicatedParamGroup:
                 if bucket.owner == rank:
                     self._pack_weights(bucket)
             self._pending_unshard = self._comm.broadcast(
-                [(bucket.buffer, bucket.owner) for bucket in self._buckets], f"broadcast of the weights of '{self.fqn}'"
+                [(bucket.buffer, bucket.owner) for bucket in self._buckets],
+                f"broadcast of the weights of '{self.fqn}'",
             )
         self._move_to(WeightState.UNSHARDING)
 
@@ -148,13 +149,14 @@ class DedicatedParamGroup:
         bucket.buffer[offset:].copy_(bucket.tag)
 
     def _build_buffers(self) -> None:
-        """Make the flat buffers, and the plain parameters as views into them; again after a change of dtype or device."""
+        """Make the flat buffers, and the plain parameters as views into them; again after a change of dtype."""
         for param in self.params:
             param.adopt_replaced_rest()
             if param.rest.device != self._comm.device:
                 raise RuntimeError(
-                    f"'{param.fqn}' is on {param.rest.device}, its mesh is on {self._comm.device}: materialize the model "
-                    "there (model.to_empty(device=...) and initialize, or model.to(device)) before the first forward"
+                    f"'{param.fqn}' is on {param.rest.device}, its mesh is on {self._comm.device}: materialize "
+                    "the model there (model.to_empty(device=...) and initialize, or model.to(device)) before the "
+                    "first forward"
                 )
         if self._buckets and all(p.unsharded is not None and p.unsharded.dtype == p.compute_dtype for p in self.params):
             return
@@ -246,7 +248,7 @@ class DedicatedParamGroup:
         if is_owner:
             check_tag(reduction.packed, reduction.tag, f"reduce of the gradients of '{self.fqn}'")
         result, offset = [], 0
-        for param, had_local in zip(reduction.params, reduction.had_local):
+        for param, had_local in zip(reduction.params, reduction.had_local, strict=True):
             flat = reduction.packed[offset : offset + param.numel]
             offset += param.numel
             local = flat.view(param.shape).to(param.rest.dtype) if is_owner else None

@@ -1,6 +1,6 @@
 """Forward and backward hooks of one group: when its weights appear and when its gradients leave.
 
-The hooks are registered in the default (append) order and follow FSDP2's states. With ``fully_shard`` applied afterwards
+The hooks are registered in the default (append) order and follow FSDP2's states. With ``fully_shard`` applied after
 to the same module, one pass runs (F: FSDP2, D: ours)::
 
     F.pre D.pre | forward | D.post F.post || D.pre_backward F.pre_backward | backward | D.post_backward F.post_backward
@@ -72,7 +72,7 @@ class GroupHooks:
         tensors = grad_tensors((args, kwargs))
         if not tensors:
             return None  # the end of backward takes over
-        wrapped = iter(_PostBackward.apply(self, *tensors))  # type: ignore[no-untyped-call]
+        wrapped = iter(_PostBackward.apply(self, *tensors))
         return map_grad_tensors(lambda _: next(wrapped), (args, kwargs))
 
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> None:

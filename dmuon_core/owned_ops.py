@@ -93,9 +93,9 @@ def _refusal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     owned = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, OwnedTensor))
     return (
         f"{func} is not defined for the owned parameter '{owned.fqn}' at rest: its data lives on one rank only. "
-        "Call .full_tensor() on every rank to get the whole matrix (or read ._local_tensor on the owner). If this comes "
-        "from your model's forward, the weight is used outside the forward of the module that unshards it: choose an "
-        "enclosing module with dedicate_params(hook_boundary_predicate=...), or register the method that uses it with "
+        "Call .full_tensor() on every rank to get the whole matrix (or read ._local_tensor on the owner). If this "
+        "comes from your model's forward, the weight is used outside the forward of the module that unshards it: choose "
+        "an enclosing module with dedicate_params(hook_boundary_predicate=...), or register the method that uses it with "
         "register_forward_method(model, name)."
     )
 
@@ -110,7 +110,7 @@ def _as_dtensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, pa
         if pad_empty and local.numel() == 0 and t.numel() > 0:
             # One row of zeros: no norm or sum changes, and the infinity norm of nothing is undefined.
             local = local.new_zeros((1, *t.shape[1:]))
-        return DTensor(local, t._spec, requires_grad=False)  # type: ignore[call-arg]
+        return DTensor(local, t._spec, requires_grad=False)
 
     unwrapped_args, unwrapped_kwargs = tree_map(unwrap, (args, kwargs))
     return func(*unwrapped_args, **unwrapped_kwargs)
@@ -145,7 +145,8 @@ def _local_operand(value: Any, reference: OwnedTensor) -> Any:
         if value.owner != reference.owner or value.shape != reference.shape:
             raise RuntimeError(
                 f"owned tensors '{value.fqn}' {tuple(value.shape)} of owner {value.owner} and '{reference.fqn}' "
-                f"{tuple(reference.shape)} of owner {reference.owner} cannot be combined: call .full_tensor() on both first"
+                f"{tuple(reference.shape)} of owner {reference.owner} cannot be combined: call .full_tensor() on both "
+                "first"
             )
         return value._local_tensor
     if isinstance(value, DTensor):
@@ -194,7 +195,7 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     others = [k for k in range(count) if references[k] is None]
     if others:
         picked = [[a[k] for k in others] if i in lists else a for i, a in enumerate(args)]
-        for k, value in zip(others, func(*picked, **kwargs) or []):
+        for k, value in zip(others, func(*picked, **kwargs) or [], strict=False):
             results[k] = value
     owned = [(k, ref) for k, ref in enumerate(references) if ref is not None]
     if owned:
@@ -203,10 +204,9 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return value.full_tensor() if isinstance(value, DTensor) else value
 
         local_args = [
-            [_local_operand(a[k], ref) for k, ref in owned] if i in lists else replicated(a)
-            for i, a in enumerate(args)
+            [_local_operand(a[k], ref) for k, ref in owned] if i in lists else replicated(a) for i, a in enumerate(args)
         ]
         local_kwargs = {name: replicated(value) for name, value in kwargs.items()}
-        for (k, ref), value in zip(owned, func(*local_args, **local_kwargs) or []):
+        for (k, ref), value in zip(owned, func(*local_args, **local_kwargs) or [], strict=False):
             results[k] = ref.like(value)
     return None if func._schema.is_mutable else results

@@ -34,13 +34,11 @@ class OwnedTensor(DTensor):
     _fqn: str
 
     @staticmethod
-    def wrap(
-        local: torch.Tensor, shape: torch.Size, mesh: DeviceMesh, owner: Owner, fqn: str = ""
-    ) -> OwnedTensor:
+    def wrap(local: torch.Tensor, shape: torch.Size, mesh: DeviceMesh, owner: Owner, fqn: str = "") -> OwnedTensor:
         """Make an OwnedTensor of global ``shape`` from this rank's ``local`` data (no copy). Local, no collective.
 
         Args:
-            local: the whole tensor on a rank that :func:`holds` the data, a tensor of shape ``[0, *shape[1:]]`` elsewhere.
+            local: the whole tensor on a rank that :func:`holds` the data, ``[0, *shape[1:]]`` elsewhere.
             shape: global shape.
             mesh: the device mesh that ``owner`` gives coordinates on.
             owner: mesh coordinates of the data.
@@ -57,7 +55,7 @@ class OwnedTensor(DTensor):
             )
         meta = TensorMeta(shape, _contiguous_stride(shape), local.dtype)
         placements: tuple[Placement, ...] = tuple(Replicate() if c is None else Shard(0) for c in owner)
-        tensor = OwnedTensor(local, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)  # type: ignore[call-arg, misc]
+        tensor = OwnedTensor(local, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)
         tensor._owner = owner
         tensor._fqn = fqn
         return tensor
@@ -93,8 +91,11 @@ class OwnedTensor(DTensor):
                 dist.broadcast(full, group=mesh.get_group(dim), group_src=source)
         return full
 
-    def redistribute(  # type: ignore[override]
-        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **kwargs: Any
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        **kwargs: Any,
     ) -> DTensor:
         """This tensor as a regular DTensor with ``placements`` on its own mesh. Collective."""
         mesh = self._spec.mesh
@@ -137,7 +138,7 @@ class OwnedTensor(DTensor):
         return holds(self._spec.mesh, tuple(0 if c is None else c for c in self._owner))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         from dmuon_core.owned_ops import dispatch  # at call time: the rules need this class
 
         return dispatch(func, args, kwargs or {})
@@ -148,9 +149,7 @@ def holds(mesh: DeviceMesh, owner: Owner) -> bool:
     return all(c is None or mesh.get_local_rank(dim) == c for dim, c in enumerate(owner))
 
 
-def empty_like_non_owner(
-    shape: torch.Size, *, dtype: torch.dtype, device: torch.device | str
-) -> torch.Tensor:
+def empty_like_non_owner(shape: torch.Size, *, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
     """The local part of a rank that is not the owner: 0 rows. Local."""
     return torch.empty((0, *shape[1:]), dtype=dtype, device=device)
 

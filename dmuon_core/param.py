@@ -23,7 +23,7 @@ class WeightState(Enum):
 
 
 class GradState(Enum):
-    """Where the gradient of the current backward is. Independent of the weight: the next unshard may start meanwhile."""
+    """Where the gradient of the current backward is. Independent of the weight: the next unshard may start."""
 
     LOCAL = auto()  # not sent: on the plain parameter, or accumulated by earlier backwards without communication
     REDUCING = auto()  # on its way to the owner
@@ -189,11 +189,11 @@ class DedicatedParam:
             return grad
         if self.unsharded is None:
             return None
-        grad, self.unsharded.grad = self.unsharded.grad, None
-        return grad
+        own_grad, self.unsharded.grad = self.unsharded.grad, None
+        return own_grad
 
     def add_reduced_grad(self, local: torch.Tensor | None) -> None:
-        """Add the averaged gradient to ``rest.grad``: the whole matrix on the owner, None (nothing) elsewhere. Local."""
+        """Add the averaged gradient to ``rest.grad``: the whole matrix on the owner, None elsewhere. Local."""
         if local is None:
             local = empty_like_non_owner(self.shape, dtype=self.rest.dtype, device=self.rest.device)
         if self.rest.grad is None:

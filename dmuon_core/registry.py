@@ -34,7 +34,7 @@ def find_dedicated(model: nn.Module) -> DedicatedModel | None:
     """The dedicated model that ``model`` is or contains, or None."""
     for module in model.modules():
         if _ATTRIBUTE in module.__dict__:
-            return module.__dict__[_ATTRIBUTE]  # type: ignore[no-any-return]
+            return module.__dict__[_ATTRIBUTE]
     return None
 
 
@@ -69,8 +69,9 @@ def _refuse_replaced_params(optimizer: torch.optim.Optimizer, args: Any, kwargs:
         for param in group["params"]:
             if param in _replaced:
                 raise RuntimeError(
-                    f"{type(optimizer).__name__} holds '{_replaced[param]}' from before dedicate_params, which replaced it "
-                    "in the model: this step would train nothing. Build the optimizer after dedicate_params and fully_shard"
+                    f"{type(optimizer).__name__} holds '{_replaced[param]}' from before dedicate_params, which "
+                    "replaced it in the model: this step would train nothing. Build the optimizer after "
+                    "dedicate_params and fully_shard"
                 )
 
 

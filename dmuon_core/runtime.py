@@ -108,7 +108,7 @@ class DedicatedModel:
         self.model.register_forward_hook(end_hook, always_call=True)
 
     def begin_root_forward(self, entry: str) -> None:
-        """Start a forward of the whole model by its method ``entry``, from rest. Local unless the last iteration raised.
+        """Start a forward of the whole model by its method ``entry``, from rest. Local unless the last one raised.
 
         One method may call another, as ``training_step`` calls ``forward``; the outermost one is the border.
         """
@@ -204,7 +204,7 @@ class DedicatedModel:
         """Ask the autograd engine to call :meth:`_end_of_backward` when it is done."""
         if not self._end_of_backward_queued:
             self._end_of_backward_queued = True
-            Variable._execution_engine.queue_callback(self._end_of_backward)  # type: ignore[attr-defined]
+            Variable._execution_engine.queue_callback(self._end_of_backward)
 
     def prefetch_for_backward(self, hooks: GroupHooks) -> None:
         """Start the broadcast of the group whose forward ran before this one's. Collective when it does something."""
@@ -241,7 +241,7 @@ class DedicatedModel:
         self._comm.any_rank(flags).wait()
         # A rank that has every gradient itself knows the answer and need not wait for the device.
         exists = [True] * len(grads) if all(g.had_local for g in grads) else flags.bool().tolist()
-        for grad, there in zip(grads, exists):
+        for grad, there in zip(grads, exists, strict=True):
             if there:
                 grad.param.add_reduced_grad(grad.local)
 
@@ -296,6 +296,6 @@ class DedicatedModel:
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise RuntimeError(
-            "a model with dedicated parameters cannot be copied with copy.deepcopy, like any FSDP2 model: copy it before "
-            "dedicate_params, or copy weights through state_dict()"
+            "a model with dedicated parameters cannot be copied with copy.deepcopy, like any FSDP2 model: copy it "
+            "before dedicate_params, or copy weights through state_dict()"
         )

@@ -48,7 +48,7 @@ class _PendingWorks(Pending):
         for work in self._works:
             try:
                 work.wait()
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - the first one is raised below
                 failure = failure or error
         self._works = []
         if failure is not None:

@@ -42,7 +42,7 @@ def map_grad_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: An
         return result
     if isinstance(value, (list, tuple)):
         new = [map_grad_tensors(function, item) for item in value]
-        if all(a is b for a, b in zip(new, value)):
+        if all(a is b for a, b in zip(new, value, strict=True)):
             return value
         if hasattr(value, "_fields"):
             return type(value)(*new)  # namedtuple

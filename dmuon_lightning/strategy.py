@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.nn as nn
@@ -40,10 +39,10 @@ class DMuonStrategy(ModelParallelStrategy):
         hook_boundary_predicate: ``(module) -> bool`` chooses the modules that are unsharded as a unit; None for the
             repeated blocks.
         reshard_after_forward: True frees weights between forward and backward (Z3), False keeps them (Z2).
-        mp_policy: FSDP2's dtype policy, for owned and sharded parameters alike. ``Trainer(precision=...)`` works without.
-        master_dtype: least precise dtype of owned weights, gradients and momentum at rest; None keeps the parameter's.
-        save_distributed_checkpoint: False writes one ordinary checkpoint file, gathered on rank 0; True a folder with one
-            file per rank.
+        mp_policy: FSDP2's dtype policy, for owned and sharded parameters. ``Trainer(precision=...)`` works without.
+        master_dtype: least precise dtype of owned weights, gradients and momentum at rest; None keeps theirs.
+        save_distributed_checkpoint: False writes one ordinary checkpoint file, gathered on rank 0; True a folder
+            with one file per rank.
         process_group_backend: None for the device's default, ``gloo`` or ``nccl``.
         timeout: of every collective.
 
@@ -124,7 +123,12 @@ class DMuonStrategy(ModelParallelStrategy):
     @staticmethod
     def _disable_inference_mode(trainer: Trainer) -> None:
         # FSDP2 creates tensors at its first forward; made under inference mode they break a later fit.
-        for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        for loop in (
+            trainer.fit_loop.epoch_loop.val_loop,
+            trainer.validate_loop,
+            trainer.test_loop,
+            trainer.predict_loop,
+        ):
             loop.inference_mode = False
 
     @contextmanager

@@ -186,9 +186,7 @@ def _check_params(group: dict[str, Any], where: str, present: list[dict[str, Any
             continue  # torch's own TypeError says it
         name = param_label(group, position, where)
         if id(p) in seen:
-            raise ValueError(
-                f"Muon: {name} is given twice (first as {seen[id(p)]}); pass each parameter once"
-            )
+            raise ValueError(f"Muon: {name} is given twice (first as {seen[id(p)]}); pass each parameter once")
         seen[id(p)] = name
         if not p.requires_grad:
             raise ValueError(
@@ -204,9 +202,7 @@ def _check_matrix(p: Tensor, name: str) -> None:
     if p.ndim < 2:
         raise ValueError(f"Muon: {name} has shape {tuple(p.shape)}, but Muon needs a matrix; {remedy}")
     if not p.is_floating_point():
-        raise ValueError(
-            f"Muon: {name} has dtype {p.dtype}, but Muon needs a real floating-point matrix; {remedy}"
-        )
+        raise ValueError(f"Muon: {name} has dtype {p.dtype}, but Muon needs a real floating-point matrix; {remedy}")
     if isinstance(p, DTensor) and not isinstance(p, OwnedTensor):
         raise ValueError(
             f"Muon: {name} is a sharded DTensor, and Newton-Schulz needs the whole matrix in one place; "

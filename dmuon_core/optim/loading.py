@@ -74,11 +74,7 @@ def _placed_like(value: Tensor, p: Tensor) -> Tensor:
         if not isinstance(value, DTensor):
             return distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None)
         same = value.placements == p.placements and value.device_mesh == p.device_mesh
-        return (
-            value
-            if same and not isinstance(value, OwnedTensor)
-            else value.redistribute(p.device_mesh, p.placements)
-        )
+        return value if same and not isinstance(value, OwnedTensor) else value.redistribute(p.device_mesh, p.placements)
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 

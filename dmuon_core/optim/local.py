@@ -25,18 +25,14 @@ def gradient_problem(p: Tensor, algorithm: str) -> str | None:
     if grad.is_complex() and algorithm == "muon":
         return 'its gradient is complex; put it in a group with algorithm="adamw"'
     if grad.dtype != p.dtype:
-        return (
-            f"its gradient has dtype {grad.dtype}, the parameter {p.dtype}; zero_grad after changing a dtype"
-        )
+        return f"its gradient has dtype {grad.dtype}, the parameter {p.dtype}; zero_grad after changing a dtype"
     if grad.shape != p.shape or local(grad).shape != local(p).shape:
         return (
             f"its gradient has shape {_shapes(grad)}, the parameter {_shapes(p)}; call zero_grad after "
             "replacing a parameter's data"
         )
     if grad.device != p.device:
-        return (
-            f"its gradient is on {grad.device}, the parameter on {p.device}; zero_grad after moving a model"
-        )
+        return f"its gradient is on {grad.device}, the parameter on {p.device}; zero_grad after moving a model"
     if _placement(grad) != _placement(p):
         return (
             f"its gradient is placed as {_placement(grad)}, the parameter as {_placement(p)}; use the "

@@ -207,9 +207,7 @@ def muon_update(group: dict[str, Any], state: Any) -> None:
                 NS_DTYPES[group["ns_dtype"]],
             )
         weight.mul_(1 - lr * group["weight_decay"])
-        weight.add_(
-            update.reshape(weight.shape), alpha=-(lr * update_scale(weight.shape, group["adjust_lr_fn"]))
-        )
+        weight.add_(update.reshape(weight.shape), alpha=-(lr * update_scale(weight.shape, group["adjust_lr_fn"])))
 
 
 def update_scale(shape: torch.Size, adjust_lr_fn: AdjustLrFn | None) -> float:
