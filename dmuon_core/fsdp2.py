@@ -31,17 +31,26 @@ def reshard(model: nn.Module) -> None:
 
 
 def reset(model: nn.Module) -> None:
-    """Bring FSDP2 back to rest after an exception in forward or backward, where it has run before."""
+    """Bring FSDP2 back to rest after an exception in forward or backward, where it has run before. Local."""
     if isinstance(model, FSDPModule) and model._get_fsdp_state()._is_root:
         model.reset_iter_state()
+        # It leaves the gradients of modules whose backward had not ended; the next backward would add to them.
+        for fsdp_param in _fsdp_params(model):
+            _drop_unsharded_grad(fsdp_param)
+
+
+def backward_was_interrupted(model: nn.Module) -> bool:
+    """Whether FSDP2's last backward on ``model`` never came to its end; only meaningful outside a backward. Local."""
+    if not isinstance(model, FSDPModule):
+        return False
+    return bool(model._get_fsdp_state()._state_ctx.post_backward_final_callback_queued)
 
 
 def drop_pending(model: nn.Module, param_ids: set[int]) -> None:
     """Forget the gradients that FSDP2 has accumulated without communication for these sharded parameters. Local."""
     for fsdp_param in _fsdp_params(model):
-        if id(fsdp_param.sharded_param) in param_ids and hasattr(fsdp_param, "_unsharded_param"):
-            fsdp_param.unsharded_accumulated_grad = None
-            fsdp_param.unsharded_param.grad = None
+        if id(fsdp_param.sharded_param) in param_ids:
+            _drop_unsharded_grad(fsdp_param)
 
 
 def set_requires_gradient_sync(model: nn.Module, sync: bool) -> None:
@@ -57,6 +66,12 @@ def _fsdp_params(model: nn.Module) -> Iterator[Any]:
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:
                 yield from group.fsdp_params
+
+
+def _drop_unsharded_grad(fsdp_param: Any) -> None:
+    if hasattr(fsdp_param, "_unsharded_param"):  # made by the first unshard
+        fsdp_param.unsharded_accumulated_grad = None
+        fsdp_param.unsharded_param.grad = None
 
 
 # Patches

@@ -92,11 +92,11 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _refusal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     owned = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, OwnedTensor))
     return (
-        f"{func} is not defined for the owned parameter '{owned.fqn}' at rest: its data lives on one rank only. "
-        "Call .full_tensor() on every rank to get the whole matrix (or read ._local_tensor on the owner). If this "
-        "comes from your model's forward, the weight is used outside the forward of the module that unshards it: choose "
-        "an enclosing module with dedicate_params(hook_boundary_predicate=...), or register the method that uses it with "
-        "register_forward_method(model, name)."
+        f"{func} is not defined for the owned parameter '{owned.fqn}' at rest: its data lives on one rank only. Call "
+        ".full_tensor() on every rank to get the whole matrix (or read ._local_tensor on the owner). If this comes "
+        "from your model's forward, the weight is used outside the forward of the module that unshards it: choose an "
+        "enclosing module with dedicate_params(hook_boundary_predicate=...), or register the method that uses it "
+        "with register_forward_method(model, name)."
     )
 
 

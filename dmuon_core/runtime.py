@@ -53,9 +53,8 @@ class DedicatedModel:
         self._unsharded_in_pass: dict[GroupHooks, int] = {}
         self._prefetched: GroupHooks | None = None
         self._kept: GroupHooks | None = None
-        self._register_root_pre_hook()
+        self._register_root_hooks()
         self._hooks = [GroupHooks(group, self) for group in groups]
-        self._register_root_end_hooks()
         # The order of the last complete forward predicts the next one; the first is guessed from the module tree.
         self._expected = [h for h in self._hooks if h.group.module is not model]
         self._expected = [h for h in self._hooks if h.group.module is model] + self._expected
@@ -78,24 +77,23 @@ class DedicatedModel:
 
     # Borders of a forward
 
-    def _register_root_pre_hook(self) -> None:
+    def _register_root_hooks(self) -> None:
         model = self.model
 
         @torch._dynamo.disable(recursive=True)
         def first_pre_hook(module: nn.Module, args: Any) -> None:
-            # fully_shard prepends its own hook after this one was registered. From now on ours must come before it:
-            # it mends FSDP2's state too after an iteration that raised.
+            # Only now fully_shard has registered its hooks. Ours enclose them: they mend FSDP2's state too after an
+            # iteration that raised, and free what it keeps after an evaluation.
             handle.remove()
             model.register_forward_pre_hook(pre_hook, prepend=True)
+            model.register_forward_hook(completed_hook)
+            model.register_forward_hook(end_hook, always_call=True)
             self.begin_root_forward("forward")
 
         @torch._dynamo.disable(recursive=True)
         def pre_hook(module: nn.Module, args: Any) -> None:
             self.begin_root_forward("forward")
 
-        handle = model.register_forward_pre_hook(first_pre_hook)
-
-    def _register_root_end_hooks(self) -> None:
         @torch._dynamo.disable(recursive=True)
         def completed_hook(module: nn.Module, args: Any, output: Any) -> None:
             self._forward_completed = True
@@ -104,8 +102,7 @@ class DedicatedModel:
         def end_hook(module: nn.Module, args: Any, output: Any) -> None:
             self.end_root_forward("forward", raised=not self._forward_completed)
 
-        self.model.register_forward_hook(completed_hook)
-        self.model.register_forward_hook(end_hook, always_call=True)
+        handle = model.register_forward_pre_hook(first_pre_hook)
 
     def begin_root_forward(self, entry: str) -> None:
         """Start a forward of the whole model by its method ``entry``, from rest. Local unless the last one raised.
@@ -115,8 +112,8 @@ class DedicatedModel:
         if in_backward():
             return  # a checkpoint around the whole model recomputes it
         self._forward_completed = False
-        if entry in self._entries or self._end_of_backward_queued:
-            self.reset()  # that one never ended: it was interrupted, or its backward raised
+        if entry in self._entries or self._backward_was_interrupted():
+            self.reset()
         self._entries.append(entry)
         if len(self._entries) == 1:
             self._pass += 1
@@ -134,6 +131,13 @@ class DedicatedModel:
             return
         self._drop_stale_prefetch(None)
         self._expected = self._this_forward
+        if not torch.is_grad_enabled():
+            # FSDP2 keeps its root unsharded for a backward that will not come. Until then the model would show
+            # parameters without their gradients, and keep stale weights if it is stepped.
+            fsdp2.reshard(self.model)
+
+    def _backward_was_interrupted(self) -> bool:
+        return self._end_of_backward_queued or fsdp2.backward_was_interrupted(self.model)
 
     @property
     def in_root_forward(self) -> bool:
@@ -276,7 +280,7 @@ class DedicatedModel:
 
     def drop_pending(self, params: Iterable[torch.Tensor]) -> None:
         """Forget gradients of ``params`` that were not reduced: those of an open accumulation window. Local."""
-        if self._end_of_backward_queued and not in_backward():
+        if not in_backward() and self._backward_was_interrupted():
             self.reset()
             return
         ids = {id(p) for p in params}

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from weakref import WeakSet
 
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from dmuon_core import DedicatedModel, dedicate_params, register_forward_method
-from dmuon_core.registry import find_dedicated
+from dmuon_core.registry import find_dedicated, get_dedicated, note_replaced
+
+_prepared: WeakSet[DedicatedModel] = WeakSet()
 
 
 def shard_module(
@@ -36,10 +40,14 @@ def shard_module(
         forward_methods: methods of ``module`` that a trainer calls instead of its forward.
 
     The other arguments are those of :func:`dmuon_core.dedicate_params`, which says what is raised.
+
+    Raises:
+        ValueError: someone else has called ``dedicate_params`` or ``fully_shard`` on the module or a part of it.
     """
-    dedicated = find_dedicated(module)
-    if dedicated is not None:
-        return dedicated
+    if is_prepared(module):
+        return get_dedicated(module)
+    _check_plain(module)
+    plain = dict(module.named_parameters())
     dedicated = dedicate_params(
         module,
         mesh,
@@ -55,5 +63,28 @@ def shard_module(
             fully_shard(group.module, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
     fully_shard(module, mesh=mesh, mp_policy=policy)
     for name in forward_methods:
+        user_method = getattr(module, name)
         register_forward_method(module, name)
+        # Trainers look one decorator deep to learn which arguments a step method takes.
+        getattr(module, name).__wrapped__ = user_method
+    kept = set(module.parameters())
+    for fqn, param in plain.items():
+        if param not in kept:
+            note_replaced(param, fqn)  # as dedicate_params does for its own
+    _prepared.add(dedicated)
     return dedicated
+
+
+def is_prepared(module: nn.Module) -> bool:
+    """Whether :func:`shard_module` has been called on ``module``. Local."""
+    dedicated = find_dedicated(module)
+    return dedicated is not None and dedicated.model is module and dedicated in _prepared
+
+
+def _check_plain(module: nn.Module) -> None:
+    for fqn, param in module.named_parameters():
+        if isinstance(param, DTensor):
+            raise ValueError(
+                f"'{fqn}' is sharded already: this integration calls dedicate_params and fully_shard itself, so leave "
+                "them out of configure_model and of the script, and build plain layers there"
+            )

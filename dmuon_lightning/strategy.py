@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from typing_extensions import override
 
 from dmuon_core import DedicatedModel, no_sync
-from dmuon_lightning.sharding import shard_module
+from dmuon_lightning.sharding import is_prepared, shard_module
 
 _STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -89,8 +89,10 @@ class DMuonStrategy(ModelParallelStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self._disable_inference_mode(trainer)
-        # The precision plugin must see the plain module: it may convert parameters or swap layers.
-        self.model = self.precision_plugin.convert_module(self.model)
+        if not is_prepared(self.model):
+            # The precision plugin must see the plain module: it may swap layers, or convert parameters, which would
+            # round the masters if it happened again.
+            self.model = self.precision_plugin.convert_module(self.model)
         self.setup_module(self.model)
         self.model_to_device()
         self.barrier()
