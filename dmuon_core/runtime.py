@@ -103,6 +103,8 @@ class DedicatedModel:
             self.end_root_forward("forward", raised=not self._forward_completed)
 
         handle = model.register_forward_pre_hook(first_pre_hook)
+        model.register_state_dict_pre_hook(lambda *_: self.settle())
+        model.register_load_state_dict_pre_hook(lambda *_: self.settle())
 
     def begin_root_forward(self, entry: str) -> None:
         """Start a forward of the whole model by its method ``entry``, from rest. Local unless the last one raised.
@@ -208,7 +210,10 @@ class DedicatedModel:
         """Ask the autograd engine to call :meth:`_end_of_backward` when it is done."""
         if not self._end_of_backward_queued:
             self._end_of_backward_queued = True
-            Variable._execution_engine.queue_callback(self._end_of_backward)
+            queue = Variable._execution_engine.queue_callback
+            # By way of a first callback, so that ours runs after FSDP2's, whichever was queued first: it waits for
+            # other ranks, and these may be waiting in FSDP2's collectives.
+            queue(lambda: queue(self._end_of_backward))
 
     def prefetch_for_backward(self, hooks: GroupHooks) -> None:
         """Start the broadcast of the group whose forward ran before this one's. Collective when it does something."""
@@ -278,18 +283,25 @@ class DedicatedModel:
         self._end_of_backward_queued = False
         fsdp2.reset(self.model)
 
+    def settle(self) -> None:
+        """Bring everything back to rest if an iteration was interrupted; no effect on one that is running.
+
+        Called before the model's parameters are read from outside: by ``state_dict``, or by an optimizer that is built.
+        """
+        if in_backward() or self.in_root_forward:
+            return
+        left_behind = any(hooks.group.state is WeightState.COMPUTING for hooks in self._hooks)
+        if left_behind or self._backward_was_interrupted():
+            self.reset()
+
     def drop_pending(self, params: Iterable[torch.Tensor]) -> None:
         """Forget gradients of ``params`` that were not reduced: those of an open accumulation window. Local."""
-        if not in_backward() and self._backward_was_interrupted():
-            self.reset()
-            return
+        self.settle()
         ids = {id(p) for p in params}
         for hooks in self._hooks:
-            dropped = [p for p in hooks.group.params if id(p.rest) in ids]
-            for param in dropped:
-                param.take_local_grad()
-            if dropped and not hooks.group.has_local_grads:
-                hooks.awaits_reduce = False
+            for param in hooks.group.params:
+                if id(param.rest) in ids:
+                    param.take_local_grad()
         fsdp2.drop_pending(self.model, ids)
 
     def set_requires_gradient_sync(self, modules: set[nn.Module], sync: bool) -> None:

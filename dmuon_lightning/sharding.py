@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from dmuon_core import DedicatedModel, dedicate_params, register_forward_method
+from dmuon_core import DedicatedModel, dedicate_params, register_forward_method, reset
 from dmuon_core.registry import find_dedicated, get_dedicated, note_replaced
 
 _prepared: WeakSet[DedicatedModel] = WeakSet()
@@ -30,8 +30,8 @@ def shard_module(
 ) -> DedicatedModel:
     """Dedicate the Muon targets of ``module`` and give everything else to FSDP2, in place. Collective over ``mesh``.
 
-    The hook modules of the owned matrices are FSDP2's modules too, and ``module`` is the root of both. Does nothing
-    to a module that this function has prepared before (a second ``fit``, a validation before it).
+    The hook modules of the owned matrices are FSDP2's modules too, and ``module`` is the root of both. A module that
+    this function has prepared before (a second ``fit``, a validation before it) is only brought back to rest.
 
     Args:
         module: the whole model; in Lightning the LightningModule itself, so that parameters that sit directly on it are
@@ -45,6 +45,7 @@ def shard_module(
         ValueError: someone else has called ``dedicate_params`` or ``fully_shard`` on the module or a part of it.
     """
     if is_prepared(module):
+        reset(module)  # an earlier run may have been interrupted in a backward
         return get_dedicated(module)
     _check_plain(module)
     plain = dict(module.named_parameters())

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dmuon_core.owned_tensor import OwnedTensor
+from dmuon_core.registry import find_dedicated
 from dmuon_core.targets import muon_targets
 
 Algorithm = Literal["muon", "adamw"]
@@ -54,6 +55,9 @@ def model_groups(model: nn.Module) -> list[dict[str, Any]]:
     Raises:
         ValueError: no parameter of the model requires a gradient.
     """
+    dedicated = find_dedicated(model)
+    if dedicated is not None:
+        dedicated.settle()
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not trainable:
         raise ValueError(
