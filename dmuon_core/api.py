@@ -9,19 +9,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
 from dmuon_core import fsdp2, registry
 from dmuon_core.agreement import Description, agree
 from dmuon_core.boundary import assign_boundaries
-from dmuon_core.comm import CommContext
+from dmuon_core.comm import CommContext, mesh_group
 from dmuon_core.group import DedicatedParamGroup
+from dmuon_core.mesh import data_parallel_mesh, mesh_device
 from dmuon_core.module_states import sync_module_states as broadcast_module_states
-from dmuon_core.owned_tensor import OwnedTensor, empty_like_non_owner
+from dmuon_core.owned_tensor import OwnedTensor, empty_like_non_owner, holds
 from dmuon_core.param import DedicatedParam, Slot
 from dmuon_core.partition import Assignment, MatrixSpec, compute_balanced_assignment
 from dmuon_core.runtime import DedicatedModel
@@ -44,9 +48,11 @@ def dedicate_params(
     mesh: DeviceMesh | None = None,
     predicate: Callable[[str, nn.Parameter], bool] | None = None,
     *,
+    replicate_mesh: DeviceMesh | None = None,
     hook_boundary_predicate: Callable[[nn.Module], bool] | None = None,
     hook_boundary_strict: bool = True,
     reshard_after_forward: bool = True,
+    replicate_async: bool = True,
     mp_policy: MixedPrecisionPolicy | None = None,
     master_dtype: torch.dtype | None = torch.float32,
     sync_module_states: bool = True,
@@ -58,15 +64,19 @@ def dedicate_params(
 
     Args:
         model: plain module with its parameters on the mesh's device, on the CPU, or on meta.
-        mesh: 1-D data-parallel mesh; None for all processes of the default group, which is created if there is none
-            (by the launcher's environment, or for this process alone).
+        mesh: data-parallel mesh, 1-D, or 2-D (replicate, shard) for HSDP as in ``fully_shard``; None for all
+            processes of the default group, which is created if there is none (by the launcher's environment, or for
+            this process alone).
         predicate: ``(fqn, parameter) -> bool`` chooses the targets; None for the matrices of hidden layers, see
             :func:`dmuon_core.targets.muon_targets`.
+        replicate_mesh: for HSDP in two arguments: ``mesh["shard"]`` and ``mesh["replicate"]`` of one 2-D mesh.
         hook_boundary_predicate: ``(module) -> bool`` chooses the modules that unshard their targets: for each target
             its lowest ancestor for which it is true. None for the repeated blocks of the module tree.
         hook_boundary_strict: whether a target without such an ancestor is an error.
         reshard_after_forward: True frees the weights after forward and broadcasts them again for backward (Z3); False
             keeps them until backward (Z2).
+        replicate_async: whether the owners' new weights reach their replicas behind the next forward (HSDP). False waits
+            in the optimizer's step, to look for a slow link.
         mp_policy: ``param_dtype`` is what is broadcast and computed with (default: the parameter's dtype),
             ``reduce_dtype`` what gradients are reduced in (default: at least float32).
         master_dtype: least precise dtype of owned weights, gradients and momentum at rest; None keeps the parameter's.
@@ -77,32 +87,46 @@ def dedicate_params(
 
     Raises:
         ValueError: the predicate matches nothing; a target is already sharded, owned, of a wrong dtype or on a wrong
-            device; no module satisfies a strict ``hook_boundary_predicate``; the mesh has more than one dimension.
+            device; no module satisfies a strict ``hook_boundary_predicate``; the mesh is of another form.
         RuntimeError: ranks disagree, or another rank raised. All of these on every rank.
     """
-    mesh = _default_mesh(model) if mesh is None else mesh
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"dedicate_params needs a 1-D data-parallel mesh, got {mesh.ndim} dimensions {mesh.mesh_dim_names}: pass "
-            "one of them, such as mesh['shard']"
-        )
-    group = mesh.get_group(0)
-    device = _mesh_device(mesh)
+    mesh = data_parallel_mesh(mesh, replicate_mesh)
+    device = mesh_device(mesh)
+    group = (
+        mesh.get_group(0) if mesh.ndim == 1 else mesh_group(mesh, device, "dmuon_setup")
+    )
 
     def plan() -> tuple[_Plan, Description]:
         _check_not_dedicated(model)
         targets = _choose_targets(model, predicate)
         for fqn, param in targets.items():
             _check_target(fqn, param, device)
-        boundaries = assign_boundaries(model, targets, hook_boundary_predicate, hook_boundary_strict)
-        specs = [MatrixSpec(fqn, tuple(targets[fqn].shape), layer) for layer, _, fqns in boundaries for fqn in fqns]
-        assignment = compute_balanced_assignment(specs, mesh.size())
+        boundaries = assign_boundaries(
+            model, targets, hook_boundary_predicate, hook_boundary_strict
+        )
+        specs = [
+            MatrixSpec(fqn, tuple(targets[fqn].shape), layer)
+            for layer, _, fqns in boundaries
+            for fqn in fqns
+        ]
+        assignment = compute_balanced_assignment(
+            specs, mesh.size(), shard_size=mesh.size(mesh.ndim - 1)
+        )
         description = _describe_model(model)
         description += [(f"whether '{fqn}' is a Muon target", True) for fqn in targets]
-        description += [(f"the hook module of '{fqn}'", layer) for layer, _, fqns in boundaries for fqn in fqns]
         description += [
-            ("the arguments", (reshard_after_forward, str(mp_policy), str(master_dtype), sync_module_states))
+            (f"the hook module of '{fqn}'", layer)
+            for layer, _, fqns in boundaries
+            for fqn in fqns
         ]
+        arguments = (
+            reshard_after_forward,
+            replicate_async,
+            str(mp_policy),
+            str(master_dtype),
+            sync_module_states,
+        )
+        description += [("the arguments", arguments)]
         description += [("the assignment of owners", assignment.digest())]
         return _Plan(boundaries, targets, assignment), description
 
@@ -121,7 +145,15 @@ def dedicate_params(
             for fqn in fqns
         ]  # fmt: skip
         groups.append(DedicatedParamGroup(index, layer, module, params, comm))
-    dedicated = DedicatedModel(model, mesh, groups, agreed.assignment, comm, reshard_after_forward)
+    dedicated = DedicatedModel(
+        model,
+        mesh,
+        groups,
+        agreed.assignment,
+        comm,
+        reshard_after_forward,
+        replicate_async,
+    )
     registry.register(model, dedicated)
     return dedicated
 
@@ -172,14 +204,22 @@ def register_forward_method(model: nn.Module, name: str) -> None:
         _wrap_method(model, name, functools.partial(_run_as_root, dedicated, name))
 
 
-def _run_with_hooks(hooks: Any, model: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_with_hooks(
+    hooks: Any, model: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     args, kwargs = hooks.pre_forward(model, args, kwargs) or (args, kwargs)
     output = method(*args, **kwargs)
     hooks.post_forward(model, args, output)
     return output
 
 
-def _run_as_root(dedicated: DedicatedModel, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_as_root(
+    dedicated: DedicatedModel,
+    name: str,
+    method: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     dedicated.begin_root_forward(name)
     raised = True
     try:
@@ -200,30 +240,17 @@ def _wrap_method(model: nn.Module, name: str, run: Callable[..., Any]) -> None:
     setattr(model, name, wrapped)
 
 
-def _default_mesh(model: nn.Module) -> DeviceMesh:
-    if not dist.is_initialized():
-        if dist.is_torchelastic_launched():
-            dist.init_process_group()
-        else:
-            dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    backends = dist.get_backend_config()
-    device_type = "cuda" if "cuda" in backends and torch.cuda.is_available() else "cpu"
-    return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("shard",))
-
-
-def _mesh_device(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
-
-
 def _check_not_dedicated(model: nn.Module) -> None:
     for fqn, param in model.named_parameters():
         if isinstance(param, OwnedTensor):
-            raise ValueError(f"'{fqn}' is dedicated already: call dedicate_params once, on the whole model")
+            raise ValueError(
+                f"'{fqn}' is dedicated already: call dedicate_params once, on the whole model"
+            )
 
 
-def _choose_targets(model: nn.Module, predicate: Callable[[str, nn.Parameter], bool] | None) -> dict[str, nn.Parameter]:
+def _choose_targets(
+    model: nn.Module, predicate: Callable[[str, nn.Parameter], bool] | None
+) -> dict[str, nn.Parameter]:
     if predicate is None:
         targets = muon_targets(model)
         if not targets:
@@ -232,7 +259,9 @@ def _choose_targets(model: nn.Module, predicate: Callable[[str, nn.Parameter], b
                 "bool that chooses the matrices for Muon"
             )
         return targets
-    targets = {fqn: param for fqn, param in model.named_parameters() if predicate(fqn, param)}
+    targets = {
+        fqn: param for fqn, param in model.named_parameters() if predicate(fqn, param)
+    }
     if not targets:
         names = [fqn for fqn, param in model.named_parameters() if param.ndim >= 2]
         raise ValueError(
@@ -260,15 +289,24 @@ def _check_target(fqn: str, param: nn.Parameter, device: torch.device) -> None:
             "predicate or convert it"
         )
     if param.device.type not in ("cpu", "meta") and param.device != device:
-        raise ValueError(f"'{fqn}' is on {param.device}, the mesh is on {device}: move the model there first")
+        raise ValueError(
+            f"'{fqn}' is on {param.device}, the mesh is on {device}: move the model there first"
+        )
 
 
 def _describe_model(model: nn.Module) -> Description:
     def kind(tensor: torch.Tensor) -> tuple[Any, ...]:
-        return tuple(tensor.shape), str(tensor.dtype), tensor.is_meta, type(tensor).__name__
+        return (
+            tuple(tensor.shape),
+            str(tensor.dtype),
+            tensor.is_meta,
+            type(tensor).__name__,
+        )
 
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    return [(f"shape, dtype or kind of '{fqn}'", kind(tensor)) for fqn, tensor in tensors]
+    return [
+        (f"shape, dtype or kind of '{fqn}'", kind(tensor)) for fqn, tensor in tensors
+    ]
 
 
 def _slots_of(model: nn.Module, wanted: set[int]) -> dict[int, list[Slot]]:
@@ -291,16 +329,27 @@ def _dedicate_one(
     mp_policy: MixedPrecisionPolicy | None,
     master_dtype: torch.dtype | None,
 ) -> DedicatedParam:
-    rest_dtype = param.dtype if master_dtype is None else torch.promote_types(param.dtype, master_dtype)
-    compute_dtype = (mp_policy.param_dtype if mp_policy is not None else None) or param.dtype
-    reduce_dtype = (mp_policy.reduce_dtype if mp_policy is not None else None) or torch.promote_types(
-        compute_dtype, torch.float32
+    rest_dtype = (
+        param.dtype
+        if master_dtype is None
+        else torch.promote_types(param.dtype, master_dtype)
     )
+    compute_dtype = (
+        mp_policy.param_dtype if mp_policy is not None else None
+    ) or param.dtype
+    reduce_dtype = (
+        mp_policy.reduce_dtype if mp_policy is not None else None
+    ) or torch.promote_types(compute_dtype, torch.float32)
     at = torch.device("meta") if param.is_meta else device
-    if mesh.get_local_rank(0) == owner:
+    home = divmod(owner, mesh.size(1)) if mesh.ndim == 2 else (owner,)
+    replicated = (
+        (None, home[1]) if mesh.ndim == 2 else home
+    )  # every rank of the owner's column keeps the weight
+    if holds(mesh, replicated):
         local = param.detach().to(device=at, dtype=rest_dtype, copy=True).contiguous()
     else:
         local = empty_like_non_owner(param.shape, dtype=rest_dtype, device=at)
-    rest = nn.Parameter(OwnedTensor.wrap(local, param.shape, mesh, (owner,), fqn), requires_grad=param.requires_grad)
+    owned = OwnedTensor.wrap(local, param.shape, mesh, replicated, fqn, home)
+    rest = nn.Parameter(owned, requires_grad=param.requires_grad)
     registry.note_replaced(param, fqn)
     return DedicatedParam(fqn, slots, rest, compute_dtype, reduce_dtype)

@@ -48,24 +48,35 @@ class GroupHooks:
         """A forward with grad ran since the last reduce. Such a group is reduced at the end of backward even if this
         rank has no gradient for it: another rank may have one, and all ranks must take part."""
         self._runtime = runtime
-        self._nested_calls = 0  # running calls of the model's forward by another of its methods
+        self._nested_calls = (
+            0  # running calls of the model's forward by another of its methods
+        )
         # Compiled modules call the hooks between graphs; nothing in here is for a compiler.
         self.pre_forward = torch._dynamo.disable(self._pre_forward, recursive=True)
         self.post_forward = torch._dynamo.disable(self._post_forward, recursive=True)
         group.module.register_forward_pre_hook(self.pre_forward, with_kwargs=True)
         group.module.register_forward_hook(self.post_forward)
 
-    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if self.phase is Phase.PRE_BACKWARD:  # activation checkpointing recomputes this module for its backward
+    def _pre_forward(
+        self, module: nn.Module, args: Any, kwargs: Any
+    ) -> tuple[Any, Any] | None:
+        if (
+            self.phase is Phase.PRE_BACKWARD
+        ):  # activation checkpointing recomputes this module for its backward
             self.group.start_computing()
+            self._runtime.hand_over()
             return None
-        if self._runtime.is_nested_call(module) and self.group.state is WeightState.COMPUTING:
+        if (
+            self._runtime.is_nested_call(module)
+            and self.group.state is WeightState.COMPUTING
+        ):
             self._nested_calls += 1
             return None
         self.phase = Phase.FORWARD
         self._runtime.prepare_for_forward(self)
         self.group.start_computing()
         self._runtime.prefetch_for_forward(self)
+        self._runtime.hand_over()
         if not torch.is_grad_enabled():
             return None
         self.awaits_reduce = True
@@ -83,10 +94,13 @@ class GroupHooks:
             return
         self.phase = Phase.IDLE
         grad_enabled = torch.is_grad_enabled()
-        if not in_backward():  # a reentrant checkpoint's recompute is followed by its backward at once
+        if (
+            not in_backward()
+        ):  # a reentrant checkpoint's recompute is followed by its backward at once
             self.group.stop_computing()
             if not self._runtime.keep_after_forward(self, grad_enabled):
                 self.group.reshard()
+                self._runtime.hand_over()
         if grad_enabled:
             for tensor in grad_tensors(output):
                 tensor.register_hook(self.pre_backward)
@@ -102,32 +116,33 @@ class GroupHooks:
             self.phase = Phase.PRE_BACKWARD
             self.group.start_computing()
             self._runtime.prefetch_for_backward(self)
+            self._runtime.hand_over()
 
     @torch._dynamo.disable(recursive=True)
     def post_backward(self) -> None:
         """Free the weights and hand the gradients over; on every rank, whether it has gradients or not."""
         self.phase = Phase.POST_BACKWARD
         if not self.group.requires_gradient_sync:
-            self.group.accumulate_grads()
+            self.group.grads.accumulate()
             self.group.reshard()
-            return
-        self.group.reshard()
-        # At most one reduce in flight: its packed buffers are as large as the group.
-        self._runtime.collect_reduce_in_flight()
-        self.group.reduce_grads()
-        self.awaits_reduce = False
-        self._runtime.reduce_in_flight = self.group
+        else:
+            self.group.reshard()
+            self._runtime.reduce(self.group)
+            self.awaits_reduce = False
+        self._runtime.hand_over()
 
     def end_backward(self) -> None:
         """What is left to do for this group when the whole backward is over."""
-        if self.phase is not Phase.POST_BACKWARD and (self.awaits_reduce or self.group.has_local_grads):
+        if self.phase is not Phase.POST_BACKWARD and (
+            self.awaits_reduce or self.group.has_local_grads
+        ):
             self.post_backward()
         self.group.reshard()
         self.phase = Phase.IDLE
 
     def reset(self) -> None:
         """Back to rest after an exception; gradients that had not arrived are lost."""
-        self.group.drop_grads()
+        self.group.grads.drop()
         self.group.reshard()
         self.phase = Phase.IDLE
         self.awaits_reduce = False
@@ -138,7 +153,9 @@ class _PostBackward(torch.autograd.Function):
     """Identity on a module's inputs; its backward runs when the module's own backward is complete."""
 
     @staticmethod
-    def forward(ctx: Any, hooks: GroupHooks, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, hooks: GroupHooks, *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.hooks = hooks
         ctx.set_materialize_grads(False)
         return inputs

@@ -42,7 +42,12 @@ _RANDOM_FILL = {
     aten.geometric_.default,
 }
 _FILL = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
-_NEW = {aten.new_zeros.default, aten.new_empty.default, aten.new_ones.default, aten.new_full.default}
+_NEW = {
+    aten.new_zeros.default,
+    aten.new_empty.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+}
 _SAME_SHAPE_VIEW = {aten.view.default, aten._unsafe_view.default}
 # Reductions that add up over the owners: the nominal Shard(0) placement is exact and DTensor never moves the input.
 _LINEAR_REDUCTION = {
@@ -74,15 +79,23 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _LIKE:
             return owned.like(func(owned._local_tensor, *args[1:], **kwargs))
         if func in _RANDOM_LIKE:
-            out = owned.like(aten.empty_like.default(owned._local_tensor, *args[1:], **kwargs))
+            out = owned.like(
+                aten.empty_like.default(owned._local_tensor, *args[1:], **kwargs)
+            )
             return getattr(out, _RANDOM_LIKE[func])()
         if func in _RANDOM_FILL:
             return _random_fill(func, owned, args[1:], kwargs)
         if func in _SAME_SHAPE_VIEW and tuple(args[1]) == tuple(owned.shape):
             return owned.like(owned._local_tensor.view_as(owned._local_tensor))
         if func in _NEW and tuple(args[1]) == tuple(owned.shape):
-            return owned.like(func(owned._local_tensor, owned._local_tensor.shape, *args[2:], **kwargs))
-        if func in _NEW and len(args[1]) == 0:  # 0-dim scratch values, for example of optimizers
+            return owned.like(
+                func(
+                    owned._local_tensor, owned._local_tensor.shape, *args[2:], **kwargs
+                )
+            )
+        if (
+            func in _NEW and len(args[1]) == 0
+        ):  # 0-dim scratch values, for example of optimizers
             return func(owned._local_tensor, *args[1:], **kwargs)
     if torch.Tag.pointwise in func.tags or func in _FILL:
         return _pointwise(func, args, kwargs)
@@ -100,7 +113,9 @@ def _refusal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     )
 
 
-def _as_dtensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, pad_empty: bool) -> Any:
+def _as_dtensors(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, pad_empty: bool
+) -> Any:
     """Run ``func`` by DTensor's rule on the same local tensors."""
 
     def unwrap(t: Any) -> Any:
@@ -116,7 +131,9 @@ def _as_dtensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, pa
     return func(*unwrapped_args, **unwrapped_kwargs)
 
 
-def _random_fill(func: Any, owned: OwnedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OwnedTensor:
+def _random_fill(
+    func: Any, owned: OwnedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> OwnedTensor:
     # Non-owners draw into scratch, so that the generators of all ranks advance as in one process.
     local = owned._local_tensor
     func(local if owned.is_owner else local.new_empty(owned.shape), *args, **kwargs)
@@ -125,7 +142,9 @@ def _random_fill(func: Any, owned: OwnedTensor, args: tuple[Any, ...], kwargs: d
 
 def _copy_(dst: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
     if isinstance(dst, OwnedTensor):
-        if isinstance(src, DTensor) and not (isinstance(src, OwnedTensor) and src.owner == dst.owner):
+        if isinstance(src, DTensor) and not (
+            isinstance(src, OwnedTensor) and src.owner == dst.owner
+        ):
             src = src.full_tensor()
         dst._local_tensor.copy_(_local_operand(src, dst))
     elif isinstance(dst, DTensor):
@@ -142,13 +161,13 @@ def _local_operand(value: Any, reference: OwnedTensor) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(value, OwnedTensor):
-        if value.owner != reference.owner or value.shape != reference.shape:
+        if value.shape != reference.shape or not _covers(value, reference):
             raise RuntimeError(
                 f"owned tensors '{value.fqn}' {tuple(value.shape)} of owner {value.owner} and '{reference.fqn}' "
                 f"{tuple(reference.shape)} of owner {reference.owner} cannot be combined: call .full_tensor() on both "
                 "first"
             )
-        return value._local_tensor
+        return value._local_tensor if reference.is_owner else value._local_tensor[:0]
     if isinstance(value, DTensor):
         if value.dim() != 0:
             raise RuntimeError(
@@ -157,7 +176,10 @@ def _local_operand(value: Any, reference: OwnedTensor) -> Any:
             )
         return value.full_tensor()
     # A plain tensor counts as replicated: every rank has it whole.
-    if value.dim() > reference.dim() or torch.broadcast_shapes(value.shape, reference.shape) != reference.shape:
+    if (
+        value.dim() > reference.dim()
+        or torch.broadcast_shapes(value.shape, reference.shape) != reference.shape
+    ):
         raise RuntimeError(
             f"a tensor of shape {tuple(value.shape)} does not fit the owned parameter '{reference.fqn}' of shape "
             f"{tuple(reference.shape)}"
@@ -166,8 +188,35 @@ def _local_operand(value: Any, reference: OwnedTensor) -> Any:
     return value[:0] if has_rows and not reference.is_owner else value
 
 
+def _covers(value: OwnedTensor, reference: OwnedTensor) -> bool:
+    """Whether ``value`` has its data wherever ``reference`` has, as replicated weights have beside a gradient."""
+    pairs = zip(value.owner, reference.owner, strict=True)
+    return value._spec.mesh == reference._spec.mesh and all(
+        mine in (None, theirs) for mine, theirs in pairs
+    )
+
+
+def _most_specific(tensors: list[Any]) -> OwnedTensor | None:
+    """The owned tensor that the fewest ranks hold: where it is, an operation with the others can run."""
+    owned = [t for t in tensors if isinstance(t, OwnedTensor)]
+    return min(owned, key=lambda t: t.owner.count(None), default=None)
+
+
+def _updates_elsewhere(written: Any, reference: OwnedTensor) -> bool:
+    """Whether an in-place operation happens on other ranks only.
+
+    Then this rank's copy stays as it is: replicas of a weight follow by the publish after the optimizer's step.
+    """
+    return (
+        isinstance(written, OwnedTensor)
+        and written.owner != reference.owner
+        and not reference.is_owner
+    )
+
+
 def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    reference = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, OwnedTensor))
+    reference = _most_specific(tree_leaves((args, kwargs)))
+    assert reference is not None
     out_arg = kwargs.get("out")
     written = args[0] if func._schema.is_mutable and out_arg is None else out_arg
     if written is not None and not isinstance(written, OwnedTensor):
@@ -175,7 +224,11 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"{func} would write the owned parameter '{reference.fqn}' into a tensor that is not owned: call "
             ".full_tensor() first"
         )
-    local_args, local_kwargs = tree_map(lambda t: _local_operand(t, reference), (args, kwargs))
+    local_args, local_kwargs = tree_map(
+        lambda t: _local_operand(t, reference), (args, kwargs)
+    )
+    if _updates_elsewhere(written, reference):
+        return written
     result = func(*local_args, **local_kwargs)
     if written is not None:
         return written
@@ -185,28 +238,41 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a foreach operator on the owned entries by their local tensors, and on the other entries as they are."""
     count = next(len(a) for a in args if isinstance(a, (list, tuple)))
-    lists = [i for i, a in enumerate(args) if isinstance(a, (list, tuple)) and len(a) == count]
+    lists = [
+        i
+        for i, a in enumerate(args)
+        if isinstance(a, (list, tuple)) and len(a) == count
+    ]
 
-    def reference(k: int) -> OwnedTensor | None:
-        return next((args[i][k] for i in lists if isinstance(args[i][k], OwnedTensor)), None)
-
-    references = [reference(k) for k in range(count)]
+    references = [_most_specific([args[i][k] for i in lists]) for k in range(count)]
     results: list[Any] = [None] * count
     others = [k for k in range(count) if references[k] is None]
     if others:
-        picked = [[a[k] for k in others] if i in lists else a for i, a in enumerate(args)]
+        picked = [
+            [a[k] for k in others] if i in lists else a for i, a in enumerate(args)
+        ]
         for k, value in zip(others, func(*picked, **kwargs) or [], strict=False):
             results[k] = value
-    owned = [(k, ref) for k, ref in enumerate(references) if ref is not None]
+    mutable = func._schema.is_mutable
+    owned = [
+        (k, ref)
+        for k, ref in enumerate(references)
+        if ref is not None and not (mutable and _updates_elsewhere(args[0][k], ref))
+    ]
     if owned:
 
         def replicated(value: Any) -> Any:
             return value.full_tensor() if isinstance(value, DTensor) else value
 
         local_args = [
-            [_local_operand(a[k], ref) for k, ref in owned] if i in lists else replicated(a) for i, a in enumerate(args)
+            [_local_operand(a[k], ref) for k, ref in owned]
+            if i in lists
+            else replicated(a)
+            for i, a in enumerate(args)
         ]
         local_kwargs = {name: replicated(value) for name, value in kwargs.items()}
-        for (k, ref), value in zip(owned, func(*local_args, **local_kwargs) or [], strict=False):
+        for (k, ref), value in zip(
+            owned, func(*local_args, **local_kwargs) or [], strict=False
+        ):
             results[k] = ref.like(value)
-    return None if func._schema.is_mutable else results
+    return None if mutable else results

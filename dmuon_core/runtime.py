@@ -12,10 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dmuon_core import fsdp2
 from dmuon_core.comm import CommContext, CommStats
-from dmuon_core.group import DedicatedParamGroup, ReducedGrad
+from dmuon_core.group import DedicatedParamGroup
 from dmuon_core.hooks import GroupHooks, in_backward
 from dmuon_core.param import DedicatedParam, WeightState
 from dmuon_core.partition import Assignment
+from dmuon_core.reduction import ReducedGrad
+from dmuon_core.streams import Edge
 
 
 class DedicatedModel:
@@ -37,16 +39,21 @@ class DedicatedModel:
         assignment: Assignment,
         comm: CommContext,
         reshard_after_forward: bool,
+        replicate_async: bool,
     ) -> None:
         self.model = model
         self.mesh = mesh
         self.groups = groups
         self.assignment = assignment
         self.reshard_after_forward = reshard_after_forward
-        self.reduce_in_flight: DedicatedParamGroup | None = None
+        self.replicate_async = replicate_async
         self._comm = comm
+        self._reducing: DedicatedParamGroup | None = None  # along its row
+        self._reducing_replicas: DedicatedParamGroup | None = None  # along the column
         self._collected: list[ReducedGrad] = []
-        self._entries: list[str] = []  # methods of the model that are running, outermost first
+        self._entries: list[
+            str
+        ] = []  # methods of the model that are running, outermost first
         self._forward_completed = False
         self._end_of_backward_queued = False
         self._pass = 0  # number of the current root forward
@@ -57,9 +64,13 @@ class DedicatedModel:
         self._hooks = [GroupHooks(group, self) for group in groups]
         # The order of the last complete forward predicts the next one; the first is guessed from the module tree.
         self._expected = [h for h in self._hooks if h.group.module is not model]
-        self._expected = [h for h in self._hooks if h.group.module is model] + self._expected
+        self._expected = [
+            h for h in self._hooks if h.group.module is model
+        ] + self._expected
         self._this_forward: list[GroupHooks] = []
-        self._backward_order: list[GroupHooks] = []  # of all forwards with grad that have had no backward yet
+        self._backward_order: list[
+            GroupHooks
+        ] = []  # of all forwards with grad that have had no backward yet
 
     @property
     def params(self) -> list[DedicatedParam]:
@@ -139,7 +150,9 @@ class DedicatedModel:
             fsdp2.reshard(self.model)
 
     def _backward_was_interrupted(self) -> bool:
-        return self._end_of_backward_queued or fsdp2.backward_was_interrupted(self.model)
+        return self._end_of_backward_queued or fsdp2.backward_was_interrupted(
+            self.model
+        )
 
     @property
     def in_root_forward(self) -> bool:
@@ -158,7 +171,9 @@ class DedicatedModel:
         if self._kept is not None and self._kept is not hooks:
             self._kept.group.reshard()
         self._kept = None
-        if not (self.in_root_forward and self._unsharded_in_pass.get(hooks) == self._pass):
+        if not (
+            self.in_root_forward and self._unsharded_in_pass.get(hooks) == self._pass
+        ):
             hooks.group.reshard()
         self._note_unsharded(hooks)
         if self.in_root_forward:
@@ -225,39 +240,79 @@ class DedicatedModel:
             order[-1].group.unshard()
             self._count_unsharded(also=order[-1])
 
-    def collect_reduce_in_flight(self) -> None:
-        """Wait for the last group's reduce and keep its result until the end of backward."""
-        if self.reduce_in_flight is not None:
-            group, self.reduce_in_flight = self.reduce_in_flight, None
-            self._collected += group.wait_for_reduce()
+    def reduce(self, group: DedicatedParamGroup) -> None:
+        """Start reducing the group's gradients, and bring what is in flight one step on.
+
+        A group's gradients go along the row during the next group's backward and along the column during the one after
+        it, so at most one group is on each way: its packed buffers are as large as the group.
+        """
+        self._bring_reduces_on()
+        group.grads.start()
+        self._reducing = group
+
+    def _bring_reduces_on(self) -> None:
+        if self._reducing_replicas is not None:
+            group, self._reducing_replicas = self._reducing_replicas, None
+            self._collected += group.grads.wait()
+        if self._reducing is not None:
+            group, self._reducing = self._reducing, None
+            group.grads.go_on_over_replicas()
+            if self._comm.replicate_size == 1:
+                self._collected += group.grads.wait()
+            else:
+                self._reducing_replicas = group
+
+    def _finish_reduces(self) -> list[ReducedGrad]:
+        while self._reducing is not None or self._reducing_replicas is not None:
+            self._bring_reduces_on()
+        collected, self._collected = self._collected, []
+        return collected
 
     @torch._dynamo.disable(recursive=True)
     def _end_of_backward(self) -> None:
         for hooks in reversed(self._hooks):
             hooks.end_backward()
-        self.collect_reduce_in_flight()
-        collected, self._collected = self._collected, []
-        self._add_reduced_grads(collected)
+        self._add_reduced_grads(self._finish_reduces())
         self._backward_order.clear()
         self._prefetched = self._kept = None
         self._end_of_backward_queued = False
+        self.hand_over()
+
+    def hand_over(self) -> None:
+        """The user's operations follow on the current stream; see :class:`dmuon_core.streams.Streams`."""
+        self._comm.streams.hand_over()
 
     def _add_reduced_grads(self, grads: list[ReducedGrad]) -> None:
         """Put the gradients at rest on every rank, for the parameters that had one on any rank, as in one process."""
         if not grads:
             return
-        flags = torch.tensor([g.had_local for g in grads], dtype=torch.uint8, device=self._comm.device)
-        self._comm.any_rank(flags).wait()
+        flags = torch.tensor(
+            [g.had_local for g in grads], dtype=torch.uint8, device=self._comm.device
+        )
+        self._comm.streams.wait(self._comm.any_rank(flags), Edge.FLAGS_BEFORE_USE)
+        self.hand_over()
         # A rank that has every gradient itself knows the answer and need not wait for the device.
-        exists = [True] * len(grads) if all(g.had_local for g in grads) else flags.bool().tolist()
+        exists = (
+            [True] * len(grads)
+            if all(g.had_local for g in grads)
+            else flags.bool().tolist()
+        )
         for grad, there in zip(grads, exists, strict=True):
             if there:
                 grad.param.add_reduced_grad(grad.local)
 
     # At any time
 
-    def reshard_after_step(self) -> None:
-        """Free every buffer, ours and FSDP2's: they hold the weights from before an optimizer step. Local."""
+    def after_step(self, param_ids: set[int]) -> None:
+        """Publish the new weights of the optimizer's parameters, and free every buffer, ours and FSDP2's.
+
+        The buffers hold the weights from before the step. Collective over the columns of a 2-D mesh, else local.
+        """
+        for hooks in self._hooks:
+            if any(id(p.rest) in param_ids for p in hooks.group.params):
+                hooks.group.publication.start()
+                if not self.replicate_async:
+                    hooks.group.publication.wait()
         if in_backward():
             return  # an optimizer that steps in backward, parameter by parameter
         self._pass += 1  # nothing that was unsharded before is fresh, even inside one training_step
@@ -266,6 +321,7 @@ class DedicatedModel:
                 hooks.group.reshard()
         self._prefetched = self._kept = None
         fsdp2.reshard(self.model)
+        self.hand_over()
 
     def reset(self) -> None:
         """Bring everything back to rest after an exception in forward or backward, FSDP2's state too.
@@ -273,8 +329,7 @@ class DedicatedModel:
         Gradients of that iteration that had not arrived at ``.grad`` are lost, including those accumulated under
         ``no_sync``; what had arrived stays until ``zero_grad``. Call it on every rank.
         """
-        self.collect_reduce_in_flight()
-        self._collected = []
+        self._finish_reduces()
         for hooks in self._hooks:
             hooks.reset()
         self._backward_order.clear()
@@ -290,7 +345,9 @@ class DedicatedModel:
         """
         if in_backward() or self.in_root_forward:
             return
-        left_behind = any(hooks.group.state is WeightState.COMPUTING for hooks in self._hooks)
+        left_behind = any(
+            hooks.group.state is WeightState.COMPUTING for hooks in self._hooks
+        )
         if left_behind or self._backward_was_interrupted():
             self.reset()
 

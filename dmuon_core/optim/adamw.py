@@ -24,10 +24,18 @@ def adamw_update(group: dict[str, Any], state: Any) -> None:
         return
     for p in params:
         if not state[p]:
-            dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+            dtype = (
+                torch.float64
+                if torch.get_default_dtype() == torch.float64
+                else torch.float32
+            )
             state[p]["step"] = torch.tensor(0.0, dtype=dtype)
-            state[p]["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-            state[p]["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            state[p]["exp_avg"] = torch.zeros_like(
+                p, memory_format=torch.preserve_format
+            )
+            state[p]["exp_avg_sq"] = torch.zeros_like(
+                p, memory_format=torch.preserve_format
+            )
     beta1, beta2 = group["betas"]
     adamw(
         [local(p) for p in params],

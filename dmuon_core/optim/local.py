@@ -21,7 +21,9 @@ def gradient_problem(p: Tensor, algorithm: str) -> str | None:
     grad = p.grad
     assert grad is not None
     if grad.layout != torch.strided:
-        return f"its gradient is sparse ({grad.layout}); build the layer with sparse=False"
+        return (
+            f"its gradient is sparse ({grad.layout}); build the layer with sparse=False"
+        )
     if grad.is_complex() and algorithm == "muon":
         return 'its gradient is complex; put it in a group with algorithm="adamw"'
     if grad.dtype != p.dtype:
@@ -46,7 +48,11 @@ def state_problem(p: Tensor, state: dict[str, Any]) -> str | None:
     for key, value in state.items():
         if key == "step" or not isinstance(value, Tensor):
             continue
-        if value.shape != p.shape or local(value).shape != local(p).shape or value.device != p.device:
+        if (
+            value.shape != p.shape
+            or local(value).shape != local(p).shape
+            or value.device != p.device
+        ):
             return (
                 f"its state {key!r} has shape {_shapes(value)} on {value.device}, the parameter {_shapes(p)} "
                 f"on {p.device}; build the optimizer after moving or replacing parameters, or reload its "

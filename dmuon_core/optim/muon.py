@@ -114,7 +114,9 @@ class Muon(torch.optim.Optimizer):
             "adamw_weight_decay": adamw_weight_decay,
         }
         check_defaults(defaults)
-        super().__init__(model_groups(params) if isinstance(params, nn.Module) else params, defaults)
+        super().__init__(
+            model_groups(params) if isinstance(params, nn.Module) else params, defaults
+        )
 
     def add_param_group(self, param_group: Any) -> None:
         """Add a group dict as the constructor takes it; ValueError, with nothing changed, if it is unfit."""
@@ -123,7 +125,9 @@ class Muon(torch.optim.Optimizer):
         group = complete_group(param_group, self.defaults, self.param_groups)
         super().add_param_group(group)
         for key in set(self.defaults) - set(GROUP_DEFAULTS[group["algorithm"]]):
-            group.pop(key, None)  # torch fills in every default, also those of the other algorithm
+            group.pop(
+                key, None
+            )  # torch fills in every default, also those of the other algorithm
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -156,10 +160,14 @@ class Muon(torch.optim.Optimizer):
             for position, p in enumerate(group["params"]):
                 if p.grad is None:
                     continue
-                problem = gradient_problem(p, group["algorithm"]) or state_problem(p, self.state.get(p, {}))
+                problem = gradient_problem(p, group["algorithm"]) or state_problem(
+                    p, self.state.get(p, {})
+                )
                 if problem:
                     name = param_label(group, position, group_label(index))
-                    raise RuntimeError(f"Muon: {name}: {problem}. No parameter was updated")
+                    raise RuntimeError(
+                        f"Muon: {name}: {problem}. No parameter was updated"
+                    )
 
     @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -192,8 +200,14 @@ def muon_update(group: dict[str, Any], state: Any) -> None:
         if p.grad is None:
             continue
         if "momentum_buffer" not in state[p]:
-            state[p]["momentum_buffer"] = torch.zeros_like(p.grad, memory_format=torch.preserve_format)
-        weight, grad, average = local(p), local(p.grad), local(state[p]["momentum_buffer"])
+            state[p]["momentum_buffer"] = torch.zeros_like(
+                p.grad, memory_format=torch.preserve_format
+            )
+        weight, grad, average = (
+            local(p),
+            local(p.grad),
+            local(state[p]["momentum_buffer"]),
+        )
         if weight.numel() == 0:
             continue
         average.lerp_(grad, 1 - momentum)
@@ -207,7 +221,10 @@ def muon_update(group: dict[str, Any], state: Any) -> None:
                 NS_DTYPES[group["ns_dtype"]],
             )
         weight.mul_(1 - lr * group["weight_decay"])
-        weight.add_(update.reshape(weight.shape), alpha=-(lr * update_scale(weight.shape, group["adjust_lr_fn"])))
+        weight.add_(
+            update.reshape(weight.shape),
+            alpha=-(lr * update_scale(weight.shape, group["adjust_lr_fn"])),
+        )
 
 
 def update_scale(shape: torch.Size, adjust_lr_fn: AdjustLrFn | None) -> float:
