@@ -1,0 +1,175 @@
+"""State of Muon: saved and loaded, copied, pickled, and taken over from the stock optimizers."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dmuon_core.optim import Muon
+
+
+def build(**options: Any) -> tuple[list[nn.Parameter], Muon]:
+    rng = torch.Generator().manual_seed(3)
+    matrices = [nn.Parameter(torch.randn(shape, generator=rng)) for shape in [(3, 5), (5, 3)]]
+    biases = [nn.Parameter(torch.randn(shape, generator=rng)) for shape in [(4,), (2, 2)]]
+    groups = [{"params": matrices, "name": "m"}, {"params": biases, "name": "b", "algorithm": "adamw"}]
+    return [*matrices, *biases], Muon(groups, lr=0.02, **options)
+
+
+def train(params: list[nn.Parameter], optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        rng = torch.Generator().manual_seed(step)
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=rng)
+        optimizer.step()
+
+
+def assert_equal(a: list[nn.Parameter], b: list[nn.Parameter]) -> None:
+    assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+
+
+def through_file(state: dict[str, Any]) -> dict[str, Any]:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+def test_resuming_equals_training_on():
+    params, optimizer = build()
+    train(params, optimizer, range(6))
+
+    first, saved_by = build()
+    train(first, saved_by, range(3))
+    saved = through_file(saved_by.state_dict())
+    resumed, loaded_by = build()
+    for p, q in zip(resumed, first, strict=True):
+        p.data.copy_(q)
+    loaded_by.load_state_dict(saved)
+    train(resumed, loaded_by, range(3, 6))
+    assert_equal(resumed, params)
+
+
+def test_loading_brings_the_saved_options():
+    _, optimizer = build(momentum=0.5, ns_dtype=torch.float32, adamw_betas=(0.5, 0.6))
+    _, other = build()
+    other.load_state_dict(through_file(optimizer.state_dict()))
+    muon, adamw = other.param_groups
+    assert (muon["momentum"], muon["ns_dtype"], adamw["betas"]) == (0.5, "float32", (0.5, 0.6))
+    assert "momentum" not in adamw
+
+
+def test_state_of_stock_muon_loads():
+    params, optimizer = build()
+    theirs = [nn.Parameter(p.detach().clone()) for p in params[:2]]
+    ours = [nn.Parameter(p.detach().clone()) for p in params[:2]]
+    stock = torch.optim.Muon(theirs, lr=0.03, momentum=0.7)
+    train(theirs, stock, range(3))
+    optimizer = Muon([{"params": ours, "name": "m"}], ns_dtype=torch.bfloat16)
+    for p, q in zip(ours, theirs, strict=True):
+        p.data.copy_(q)
+    # A deep copy, because loading shares tensors with the dict that it is given.
+    optimizer.load_state_dict(copy.deepcopy(stock.state_dict()))
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["momentum"], group["algorithm"], group["name"]) == (0.03, 0.7, "muon", "m")
+    train(theirs, stock, range(3, 6))
+    train(ours, optimizer, range(3, 6))
+    assert_equal(ours, theirs)
+
+
+def test_state_of_stock_adamw_loads():
+    params, _ = build()
+    theirs = [nn.Parameter(p.detach().clone()) for p in params]
+    ours = [nn.Parameter(p.detach().clone()) for p in params]
+    stock = torch.optim.AdamW(theirs, lr=0.03, betas=(0.5, 0.9))
+    train(theirs, stock, range(3))
+    optimizer = Muon([{"params": ours, "algorithm": "adamw"}])
+    for p, q in zip(ours, theirs, strict=True):
+        p.data.copy_(q)
+    optimizer.load_state_dict(copy.deepcopy(stock.state_dict()))
+    train(theirs, stock, range(3, 6))
+    train(ours, optimizer, range(3, 6))
+    assert_equal(ours, theirs)
+
+
+def test_our_muon_state_loads_into_stock():
+    params, _ = build()
+    optimizer = Muon(params[:2], lr=0.03)
+    train(params[:2], optimizer, range(3))
+    theirs = [nn.Parameter(p.detach().clone()) for p in params[:2]]
+    stock = torch.optim.Muon(theirs)
+    stock.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(theirs, stock, range(3, 5))
+    train(params[:2], optimizer, range(3, 5))
+    assert_equal(params[:2], theirs)
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_train_on_alike(clone):
+    params, optimizer = build()
+    train(params, optimizer, range(2))
+    twin = clone(optimizer)
+    twin_params = [p for group in twin.param_groups for p in group["params"]]
+    train(params, optimizer, range(2, 4))
+    train(twin_params, twin, range(2, 4))
+    assert_equal(params, twin_params)
+    twin.add_param_group({"params": [nn.Parameter(torch.zeros(3))], "algorithm": "adamw"})
+    assert "momentum" not in twin.param_groups[2]
+
+
+def adamw_as_muon(state: dict[str, Any]) -> None:
+    state["param_groups"].reverse()
+
+
+def amsgrad(state: dict[str, Any]) -> None:
+    state["param_groups"][1]["amsgrad"] = True
+
+
+def other_shape(state: dict[str, Any]) -> None:
+    state["state"][1]["momentum_buffer"] = torch.zeros(3, 5)
+
+
+def fewer_groups(state: dict[str, Any]) -> None:
+    del state["param_groups"][1]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (adamw_as_muon, "parameter group 0 uses 'muon'.*uses 'adamw'.*same order"),
+        (amsgrad, "parameter group 1 was saved with amsgrad=True"),
+        (other_shape, r"'momentum_buffer' of parameter 1 of parameter group 0.*\(3, 5\).*same model"),
+        (fewer_groups, "different number of parameter groups"),
+    ],
+)
+def test_unfit_state_is_refused_and_nothing_is_loaded(spoil, message):
+    params, optimizer = build()
+    train(params, optimizer, range(2))
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0]["lr"] = 123.0
+    spoil(state)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(state)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for index, values in before["state"].items():
+        assert all(torch.equal(after["state"][index][key], value) for key, value in values.items())
+
+
+def test_hooks_of_the_user_run_around_loading():
+    params, optimizer = build()
+    train(params, optimizer, range(1))
+    state = copy.deepcopy(optimizer.state_dict())
+    renamed = {**state, "groups": state.pop("param_groups")}
+    seen = []
+    optimizer.register_load_state_dict_pre_hook(lambda _, s: {"state": s["state"], "param_groups": s["groups"]})
+    optimizer.register_load_state_dict_post_hook(lambda o: seen.append(o.param_groups[0]["algorithm"]))
+    optimizer.load_state_dict(renamed)
+    assert seen == ["muon"]
