@@ -49,9 +49,7 @@ def agree(group: dist.ProcessGroup, plan: Callable[[], tuple[T, Description]]) -
     return result  # type: ignore[return-value]
 
 
-def _first_difference(
-    first: Description, other: Description
-) -> tuple[str, Any, Any] | None:
+def _first_difference(first: Description, other: Description) -> tuple[str, Any, Any] | None:
     for (name, value), (other_name, other_value) in zip(first, other, strict=False):
         if name != other_name:
             return name, repr(name), repr(other_name)

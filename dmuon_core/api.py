@@ -11,11 +11,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    FSDPModule,
-    MixedPrecisionPolicy,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from dmuon_core import fsdp2, registry
@@ -25,7 +21,7 @@ from dmuon_core.comm import CommContext, mesh_group
 from dmuon_core.group import DedicatedParamGroup
 from dmuon_core.mesh import data_parallel_mesh, mesh_device
 from dmuon_core.module_states import sync_module_states as broadcast_module_states
-from dmuon_core.owned_tensor import OwnedTensor, empty_like_non_owner, holds
+from dmuon_core.owned_tensor import OwnedTensor, Owner, empty_like_non_owner, holds
 from dmuon_core.param import DedicatedParam, Slot
 from dmuon_core.partition import Assignment, MatrixSpec, compute_balanced_assignment
 from dmuon_core.runtime import DedicatedModel
@@ -75,8 +71,8 @@ def dedicate_params(
         hook_boundary_strict: whether a target without such an ancestor is an error.
         reshard_after_forward: True frees the weights after forward and broadcasts them again for backward (Z3); False
             keeps them until backward (Z2).
-        replicate_async: whether the owners' new weights reach their replicas behind the next forward (HSDP). False waits
-            in the optimizer's step, to look for a slow link.
+        replicate_async: whether the owners' new weights reach their replicas behind the next forward (HSDP). False
+            waits in the optimizer's step, to look for a slow link.
         mp_policy: ``param_dtype`` is what is broadcast and computed with (default: the parameter's dtype),
             ``reduce_dtype`` what gradients are reduced in (default: at least float32).
         master_dtype: least precise dtype of owned weights, gradients and momentum at rest; None keeps the parameter's.
@@ -92,40 +88,20 @@ def dedicate_params(
     """
     mesh = data_parallel_mesh(mesh, replicate_mesh)
     device = mesh_device(mesh)
-    group = (
-        mesh.get_group(0) if mesh.ndim == 1 else mesh_group(mesh, device, "dmuon_setup")
-    )
+    group = mesh.get_group(0) if mesh.ndim == 1 else mesh_group(mesh, device, "dmuon_setup")
 
     def plan() -> tuple[_Plan, Description]:
         _check_not_dedicated(model)
         targets = _choose_targets(model, predicate)
         for fqn, param in targets.items():
             _check_target(fqn, param, device)
-        boundaries = assign_boundaries(
-            model, targets, hook_boundary_predicate, hook_boundary_strict
-        )
-        specs = [
-            MatrixSpec(fqn, tuple(targets[fqn].shape), layer)
-            for layer, _, fqns in boundaries
-            for fqn in fqns
-        ]
-        assignment = compute_balanced_assignment(
-            specs, mesh.size(), shard_size=mesh.size(mesh.ndim - 1)
-        )
+        boundaries = assign_boundaries(model, targets, hook_boundary_predicate, hook_boundary_strict)
+        specs = [MatrixSpec(fqn, tuple(targets[fqn].shape), layer) for layer, _, fqns in boundaries for fqn in fqns]
+        assignment = compute_balanced_assignment(specs, mesh.size(), shard_size=mesh.size(mesh.ndim - 1))
         description = _describe_model(model)
         description += [(f"whether '{fqn}' is a Muon target", True) for fqn in targets]
-        description += [
-            (f"the hook module of '{fqn}'", layer)
-            for layer, _, fqns in boundaries
-            for fqn in fqns
-        ]
-        arguments = (
-            reshard_after_forward,
-            replicate_async,
-            str(mp_policy),
-            str(master_dtype),
-            sync_module_states,
-        )
+        description += [(f"the hook module of '{fqn}'", layer) for layer, _, fqns in boundaries for fqn in fqns]
+        arguments = (reshard_after_forward, replicate_async, str(mp_policy), str(master_dtype), sync_module_states)
         description += [("the arguments", arguments)]
         description += [("the assignment of owners", assignment.digest())]
         return _Plan(boundaries, targets, assignment), description
@@ -145,15 +121,7 @@ def dedicate_params(
             for fqn in fqns
         ]  # fmt: skip
         groups.append(DedicatedParamGroup(index, layer, module, params, comm))
-    dedicated = DedicatedModel(
-        model,
-        mesh,
-        groups,
-        agreed.assignment,
-        comm,
-        reshard_after_forward,
-        replicate_async,
-    )
+    dedicated = DedicatedModel(model, mesh, groups, agreed.assignment, comm, reshard_after_forward, replicate_async)
     registry.register(model, dedicated)
     return dedicated
 
@@ -204,22 +172,14 @@ def register_forward_method(model: nn.Module, name: str) -> None:
         _wrap_method(model, name, functools.partial(_run_as_root, dedicated, name))
 
 
-def _run_with_hooks(
-    hooks: Any, model: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
+def _run_with_hooks(hooks: Any, model: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     args, kwargs = hooks.pre_forward(model, args, kwargs) or (args, kwargs)
     output = method(*args, **kwargs)
     hooks.post_forward(model, args, output)
     return output
 
 
-def _run_as_root(
-    dedicated: DedicatedModel,
-    name: str,
-    method: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+def _run_as_root(dedicated: DedicatedModel, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     dedicated.begin_root_forward(name)
     raised = True
     try:
@@ -243,14 +203,10 @@ def _wrap_method(model: nn.Module, name: str, run: Callable[..., Any]) -> None:
 def _check_not_dedicated(model: nn.Module) -> None:
     for fqn, param in model.named_parameters():
         if isinstance(param, OwnedTensor):
-            raise ValueError(
-                f"'{fqn}' is dedicated already: call dedicate_params once, on the whole model"
-            )
+            raise ValueError(f"'{fqn}' is dedicated already: call dedicate_params once, on the whole model")
 
 
-def _choose_targets(
-    model: nn.Module, predicate: Callable[[str, nn.Parameter], bool] | None
-) -> dict[str, nn.Parameter]:
+def _choose_targets(model: nn.Module, predicate: Callable[[str, nn.Parameter], bool] | None) -> dict[str, nn.Parameter]:
     if predicate is None:
         targets = muon_targets(model)
         if not targets:
@@ -259,9 +215,7 @@ def _choose_targets(
                 "bool that chooses the matrices for Muon"
             )
         return targets
-    targets = {
-        fqn: param for fqn, param in model.named_parameters() if predicate(fqn, param)
-    }
+    targets = {fqn: param for fqn, param in model.named_parameters() if predicate(fqn, param)}
     if not targets:
         names = [fqn for fqn, param in model.named_parameters() if param.ndim >= 2]
         raise ValueError(
@@ -289,24 +243,15 @@ def _check_target(fqn: str, param: nn.Parameter, device: torch.device) -> None:
             "predicate or convert it"
         )
     if param.device.type not in ("cpu", "meta") and param.device != device:
-        raise ValueError(
-            f"'{fqn}' is on {param.device}, the mesh is on {device}: move the model there first"
-        )
+        raise ValueError(f"'{fqn}' is on {param.device}, the mesh is on {device}: move the model there first")
 
 
 def _describe_model(model: nn.Module) -> Description:
     def kind(tensor: torch.Tensor) -> tuple[Any, ...]:
-        return (
-            tuple(tensor.shape),
-            str(tensor.dtype),
-            tensor.is_meta,
-            type(tensor).__name__,
-        )
+        return (tuple(tensor.shape), str(tensor.dtype), tensor.is_meta, type(tensor).__name__)
 
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    return [
-        (f"shape, dtype or kind of '{fqn}'", kind(tensor)) for fqn, tensor in tensors
-    ]
+    return [(f"shape, dtype or kind of '{fqn}'", kind(tensor)) for fqn, tensor in tensors]
 
 
 def _slots_of(model: nn.Module, wanted: set[int]) -> dict[int, list[Slot]]:
@@ -329,22 +274,14 @@ def _dedicate_one(
     mp_policy: MixedPrecisionPolicy | None,
     master_dtype: torch.dtype | None,
 ) -> DedicatedParam:
-    rest_dtype = (
-        param.dtype
-        if master_dtype is None
-        else torch.promote_types(param.dtype, master_dtype)
+    rest_dtype = param.dtype if master_dtype is None else torch.promote_types(param.dtype, master_dtype)
+    compute_dtype = (mp_policy.param_dtype if mp_policy is not None else None) or param.dtype
+    reduce_dtype = (mp_policy.reduce_dtype if mp_policy is not None else None) or torch.promote_types(
+        compute_dtype, torch.float32
     )
-    compute_dtype = (
-        mp_policy.param_dtype if mp_policy is not None else None
-    ) or param.dtype
-    reduce_dtype = (
-        mp_policy.reduce_dtype if mp_policy is not None else None
-    ) or torch.promote_types(compute_dtype, torch.float32)
     at = torch.device("meta") if param.is_meta else device
-    home = divmod(owner, mesh.size(1)) if mesh.ndim == 2 else (owner,)
-    replicated = (
-        (None, home[1]) if mesh.ndim == 2 else home
-    )  # every rank of the owner's column keeps the weight
+    home: tuple[int, ...] = (owner,) if mesh.ndim == 1 else divmod(owner, mesh.size(1))
+    replicated: Owner = home if mesh.ndim == 1 else (None, home[1])  # every rank of the owner's column keeps the weight
     if holds(mesh, replicated):
         local = param.detach().to(device=at, dtype=rest_dtype, copy=True).contiguous()
     else:

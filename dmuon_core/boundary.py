@@ -7,20 +7,13 @@ from itertools import takewhile
 
 from torch import nn
 
-from dmuon_core.structure import (
-    has_forward,
-    is_container,
-    module_chains,
-    repeated_blocks,
-)
+from dmuon_core.structure import has_forward, is_container, module_chains, repeated_blocks
 from dmuon_core.targets import muon_targets
 
 Chain = tuple[nn.Module, ...]
 
 
-def default_boundaries(
-    model: nn.Module, targets: dict[str, nn.Parameter] | None = None
-) -> list[nn.Module]:
+def default_boundaries(model: nn.Module, targets: dict[str, nn.Parameter] | None = None) -> list[nn.Module]:
     """The repeated blocks that hold a target, in module order; local.
 
     `targets` defaults to `muon_targets(model)`. The root is not in the list, so `fully_shard` can be called
@@ -73,17 +66,11 @@ def assign_boundaries(
     names_at: dict[int, list[str]] = {}
     for name, hook in hook_of.items():
         names_at.setdefault(id(hook), []).append(name)
-    ordered = (
-        (name, module)
-        for name, module in model.named_modules()
-        if id(module) in names_at
-    )
+    ordered = ((name, module) for name, module in model.named_modules() if id(module) in names_at)
     return [(name, module, names_at[id(module)]) for name, module in ordered]
 
 
-def _slot_chains(
-    model: nn.Module, targets: dict[str, nn.Parameter]
-) -> dict[str, list[Chain]]:
+def _slot_chains(model: nn.Module, targets: dict[str, nn.Parameter]) -> dict[str, list[Chain]]:
     """Every path to a module that holds the target in a slot, found by identity: ties go by other names."""
     name_of = {id(parameter): name for name, parameter in targets.items()}
     chains: dict[str, list[Chain]] = {name: [] for name in targets}
@@ -94,9 +81,7 @@ def _slot_chains(
     missing = [name for name, found in chains.items() if not found]
     if missing:
         names = ", ".join(map(repr, missing))
-        raise ValueError(
-            f"Not parameters of the model: {names}. Pass targets taken from this model."
-        )
+        raise ValueError(f"Not parameters of the model: {names}. Pass targets taken from this model.")
     return chains
 
 
@@ -110,13 +95,8 @@ def _lowest_of_each(chains: list[Chain], accepted: set[int]) -> list[nn.Module]:
 
 def _common_ancestor(chains: list[Chain]) -> nn.Module:
     levels = zip(*chains, strict=False)
-    shared = [
-        level[0]
-        for level in takewhile(lambda level: all(m is level[0] for m in level), levels)
-    ]
-    callable_ones = [
-        module for module in shared if has_forward(module) and not is_container(module)
-    ]
+    shared = [level[0] for level in takewhile(lambda level: all(m is level[0] for m in level), levels)]
+    callable_ones = [module for module in shared if has_forward(module) and not is_container(module)]
     return callable_ones[-1] if callable_ones else shared[0]
 
 

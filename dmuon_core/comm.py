@@ -68,13 +68,8 @@ class CommContext:
         self._reduce_group = self._flag_group = _clone(row, device, "dmuon_reduce")
         if mesh.ndim == 2:
             column = mesh.get_group(0)
-            self.replicate_rank, self.replicate_size = (
-                dist.get_rank(column),
-                dist.get_world_size(column),
-            )
-            self._replicate_reduce_group = _clone(
-                column, device, "dmuon_replicate_reduce"
-            )
+            self.replicate_rank, self.replicate_size = (dist.get_rank(column), dist.get_world_size(column))
+            self._replicate_reduce_group = _clone(column, device, "dmuon_replicate_reduce")
             self._publish_group = _clone(column, device, "dmuon_publish")
             self._flag_group = mesh_group(mesh, device, "dmuon_flags")
         self._nccl = dist.get_backend(self._broadcast_group) == "nccl"
@@ -101,11 +96,7 @@ class CommContext:
         self.stats.publishes += len(sent)
         self.stats.publish_bytes += _payload(sent)
         return self._launch(
-            Lane.PUBLISH,
-            self._broadcasts(sent, self._publish_group),
-            sent,
-            what,
-            Edge.WEIGHTS_PACKED_BEFORE_PUBLISH,
+            Lane.PUBLISH, self._broadcasts(sent, self._publish_group), sent, what, Edge.WEIGHTS_PACKED_BEFORE_PUBLISH
         )
 
     def reduce(self, sent: Sequence[Sent], what: str) -> Pending:
@@ -116,16 +107,10 @@ class CommContext:
         self.stats.reduces += len(sent)
         self.stats.reduce_bytes += _payload(sent)
         return self._launch(
-            Lane.REDUCE,
-            self._reduces(sent, self._reduce_group),
-            sent,
-            what,
-            Edge.GRADS_PACKED_BEFORE_REDUCE,
+            Lane.REDUCE, self._reduces(sent, self._reduce_group), sent, what, Edge.GRADS_PACKED_BEFORE_REDUCE
         )
 
-    def replicate_reduce(
-        self, sent: Sequence[Sent], after: Pending, what: str
-    ) -> Pending:
+    def replicate_reduce(self, sent: Sequence[Sent], after: Pending, what: str) -> Pending:
         """Average each buffer over the column onto its root, ``after`` its row's reduce. As :meth:`publish`."""
         self.stats.replicate_reduces += len(sent)
         self.stats.replicate_reduce_bytes += _payload(sent)
@@ -144,15 +129,11 @@ class CommContext:
         what = "the agreement on which parameters have a gradient"
 
         def collective() -> list[dist.Work]:
-            work = dist.all_reduce(
-                flags, op=dist.ReduceOp.MAX, group=self._flag_group, async_op=True
-            )
+            work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._flag_group, async_op=True)
             assert work is not None
             return [work]
 
-        return self._launch(
-            Lane.REDUCE, collective, [(flags, 0)], what, Edge.FLAGS_BEFORE_REDUCE
-        )
+        return self._launch(Lane.REDUCE, collective, [(flags, 0)], what, Edge.FLAGS_BEFORE_REDUCE)
 
     @property
     def gradient_divisor(self) -> int:
@@ -175,41 +156,27 @@ class CommContext:
             with _named(what), torch.autograd._unsafe_preserve_version_counter(buffers):
                 return [_NamedWork(work, what) for work in collective()]  # type: ignore[misc]
 
-        return self.streams.launch(
-            lane, named, buffers, after_current=after_current, after=after
-        )
+        return self.streams.launch(lane, named, buffers, after_current=after_current, after=after)
 
-    def _broadcasts(
-        self, sent: Sequence[Sent], group: dist.ProcessGroup
-    ) -> Callable[[], list[dist.Work]]:
+    def _broadcasts(self, sent: Sequence[Sent], group: dist.ProcessGroup) -> Callable[[], list[dist.Work]]:
         def collective() -> list[dist.Work]:
             with self._coalesce(group) as coalesced:
-                works = [
-                    dist.broadcast(b, group=group, group_src=root, async_op=True)
-                    for b, root in sent
-                ]
+                works = [dist.broadcast(b, group=group, group_src=root, async_op=True) for b, root in sent]
             return [coalesced] if coalesced is not None else works
 
         return collective
 
-    def _reduces(
-        self, sent: Sequence[Sent], group: dist.ProcessGroup
-    ) -> Callable[[], list[dist.Work]]:
+    def _reduces(self, sent: Sequence[Sent], group: dist.ProcessGroup) -> Callable[[], list[dist.Work]]:
         op = dist.ReduceOp.AVG if self._nccl else dist.ReduceOp.SUM
 
         def collective() -> list[dist.Work]:
             with self._coalesce(group) as coalesced:
-                works = [
-                    dist.reduce(b, group=group, group_dst=root, op=op, async_op=True)
-                    for b, root in sent
-                ]
+                works = [dist.reduce(b, group=group, group_dst=root, op=op, async_op=True) for b, root in sent]
             return [coalesced] if coalesced is not None else works
 
         return collective
 
-    def _coalesce(
-        self, group: dist.ProcessGroup
-    ) -> AbstractContextManager[dist.Work | None]:
+    def _coalesce(self, group: dist.ProcessGroup) -> AbstractContextManager[dist.Work | None]:
         # gloo raises in the coalescing manager; NCCL fuses the owners' broadcasts into one launch with it.
         if not self._nccl:
             return nullcontext()
@@ -235,9 +202,7 @@ class _named:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(
-        self, kind: object, error: BaseException | None, traceback: object
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, RuntimeError):
             raise RuntimeError(_failure(self._what)) from error
 
@@ -272,23 +237,17 @@ def check_tag(buffer: torch.Tensor, tag: torch.Tensor, what: str) -> None:
         raise RuntimeError(f"{_failure(what)} (another rank was at another module)")
 
 
-def mesh_group(
-    mesh: DeviceMesh, device: torch.device, description: str
-) -> dist.ProcessGroup:
+def mesh_group(mesh: DeviceMesh, device: torch.device, description: str) -> dist.ProcessGroup:
     """One process group over all ranks of ``mesh``, ordered by their coordinates. Collective over the mesh."""
     parent = mesh.get_group(mesh.ndim - 1)
     return _new_group(mesh.mesh.flatten().tolist(), parent, device, description)
 
 
-def _clone(
-    parent: dist.ProcessGroup, device: torch.device, description: str
-) -> dist.ProcessGroup:
+def _clone(parent: dist.ProcessGroup, device: torch.device, description: str) -> dist.ProcessGroup:
     return _new_group(dist.get_process_group_ranks(parent), parent, device, description)
 
 
-def _new_group(
-    ranks: list[int], like: dist.ProcessGroup, device: torch.device, description: str
-) -> dist.ProcessGroup:
+def _new_group(ranks: list[int], like: dist.ProcessGroup, device: torch.device, description: str) -> dist.ProcessGroup:
     """A new process group with the backend and timeout of ``like``."""
     group = dist.new_group(
         ranks,

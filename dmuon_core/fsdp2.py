@@ -86,9 +86,7 @@ class Patch:
     parameters: tuple[str, ...]
     replacement: Callable[[Callable[..., Any]], Callable[..., Any]]
     reason: str
-    everywhere: bool = (
-        False  # also where other modules of torch.distributed imported it by name
-    )
+    everywhere: bool = False  # also where other modules of torch.distributed imported it by name
 
     def install(self) -> None:
         """Replace the function, once per process.
@@ -99,11 +97,7 @@ class Patch:
         original = getattr(self.holder, self.name, None)
         if getattr(original, "_dmuon_patch", False):
             return
-        if (
-            original is None
-            or tuple(inspect.signature(original).parameters)[: len(self.parameters)]
-            != self.parameters
-        ):
+        if original is None or tuple(inspect.signature(original).parameters)[: len(self.parameters)] != self.parameters:
             raise ImportError(
                 f"dmuon_core does not know torch {torch.__version__}: {self.name} has changed, and it is needed so "
                 f"that {self.reason}. Use a torch release that this version of dmuon-lightning supports, or update it"
@@ -112,11 +106,7 @@ class Patch:
         replacement._dmuon_patch = True  # type: ignore[attr-defined]
         holders = [self.holder]
         if self.everywhere:
-            modules = [
-                m
-                for name, m in list(sys.modules.items())
-                if name.startswith("torch.distributed")
-            ]
+            modules = [m for name, m in list(sys.modules.items()) if name.startswith("torch.distributed")]
             holders += [m for m in modules if getattr(m, self.name, None) is original]
         for holder in holders:
             setattr(holder, self.name, replacement)
@@ -124,38 +114,24 @@ class Patch:
 
 def _ignore_owned(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_managed_states(
-        modules: list[nn.Module],
-        ignored_params: set[nn.Parameter] | None = None,
-        *args: Any,
-        **kwargs: Any,
+        modules: list[nn.Module], ignored_params: set[nn.Parameter] | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        owned = {
-            p
-            for m in modules
-            for p in m.parameters(recurse=False)
-            if isinstance(p, OwnedTensor)
-        }
+        owned = {p for m in modules for p in m.parameters(recurse=False) if isinstance(p, OwnedTensor)}
         return original(modules, owned | (ignored_params or set()), *args, **kwargs)
 
     return get_managed_states
 
 
 def _sync_owned_groups(original: Callable[..., Any]) -> Callable[..., Any]:
-    def set_requires_gradient_sync(
-        self: nn.Module, requires_gradient_sync: bool, *, recurse: bool = True
-    ) -> None:
+    def set_requires_gradient_sync(self: nn.Module, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         original(self, requires_gradient_sync, recurse=recurse)
-        registry.set_requires_gradient_sync(
-            self.modules() if recurse else [self], requires_gradient_sync
-        )
+        registry.set_requires_gradient_sync(self.modules() if recurse else [self], requires_gradient_sync)
 
     return set_requires_gradient_sync
 
 
 def _distribute_to_owners(original: Callable[..., Any]) -> Callable[..., Any]:
-    def distribute_tensors(
-        local_state_dict: dict[str, Any], keys: list[str], *args: Any, **kwargs: Any
-    ) -> None:
+    def distribute_tensors(local_state_dict: dict[str, Any], keys: list[str], *args: Any, **kwargs: Any) -> None:
         rest = []
         for key in keys:
             pair = local_state_dict.get(key)

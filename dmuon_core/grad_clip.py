@@ -67,29 +67,18 @@ def total_grad_norm(grads: list[torch.Tensor], norm_type: float = 2.0) -> torch.
     totals = []
     for mesh, parts in local_parts.items():
         # The infinity norm of an empty tensor is undefined, so drop empty parts; every mesh still takes its all-reduce.
-        norms = torch._foreach_norm(
-            [p for p in parts if p.numel() > 0] or [torch.zeros(1, device=device)],
-            norm_type,
-        )
-        norm = torch.linalg.vector_norm(
-            torch.stack([n.to(device) for n in norms]).float(), norm_type
-        )
+        norms = torch._foreach_norm([p for p in parts if p.numel() > 0] or [torch.zeros(1, device=device)], norm_type)
+        norm = torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]).float(), norm_type)
         totals.append(norm if mesh is None else _reduce_norm(norm, norm_type, mesh))
     return torch.linalg.vector_norm(torch.stack(totals), norm_type)
 
 
-def _reduce_norm(
-    norm: torch.Tensor, norm_type: float, mesh: DeviceMesh
-) -> torch.Tensor:
+def _reduce_norm(norm: torch.Tensor, norm_type: float, mesh: DeviceMesh) -> torch.Tensor:
     is_max = math.isinf(norm_type)
     # Summed in float64, so that squaring neither overflows nor costs digits.
     total = norm if is_max else norm.double() ** norm_type
     for dim in range(mesh.ndim):
-        dist.all_reduce(
-            total,
-            op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM,
-            group=mesh.get_group(dim),
-        )
+        dist.all_reduce(total, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=mesh.get_group(dim))
     return total if is_max else (total ** (1.0 / norm_type)).to(norm.dtype)
 
 
@@ -106,15 +95,11 @@ def _local_part(grad: torch.Tensor) -> tuple[DeviceMesh | None, torch.Tensor]:
             if grad.device_mesh.get_local_rank(dim) != 0:
                 share = local.new_empty(0)  # counted once
         elif not isinstance(placement, Shard):
-            raise RuntimeError(
-                f"a gradient with placement {placement} has no norm yet: redistribute it first"
-            )
+            raise RuntimeError(f"a gradient with placement {placement} has no norm yet: redistribute it first")
     return grad.device_mesh, share
 
 
-def _as_list(
-    model_or_params: nn.Module | torch.Tensor | Iterable[torch.Tensor],
-) -> list[torch.Tensor]:
+def _as_list(model_or_params: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
     if isinstance(model_or_params, nn.Module):
         return list(model_or_params.parameters())
     if isinstance(model_or_params, torch.Tensor):

@@ -30,14 +30,7 @@ class DedicatedParamGroup:
         publication: how new weights reach the owners' replicas.
     """
 
-    def __init__(
-        self,
-        index: int,
-        fqn: str,
-        module: nn.Module,
-        params: list[DedicatedParam],
-        comm: CommContext,
-    ):
+    def __init__(self, index: int, fqn: str, module: nn.Module, params: list[DedicatedParam], comm: CommContext):
         self.index = index
         self.fqn = fqn
         self.module = module
@@ -82,13 +75,8 @@ class DedicatedParamGroup:
         for bucket in self._buckets:
             self._streams.allocate(bucket.buffer)
             if bucket.owner == self._comm.shard_rank:
-                self._streams.current(
-                    partial(bucket.pack, lambda param: param.owned._local_tensor),
-                    [bucket.buffer],
-                )
-        self._pending_unshard = self._comm.broadcast(
-            [(b.buffer, b.owner) for b in self._buckets], self._broadcast_name
-        )
+                self._streams.current(partial(bucket.pack, lambda param: param.owned._local_tensor), [bucket.buffer])
+        self._pending_unshard = self._comm.broadcast([(b.buffer, b.owner) for b in self._buckets], self._broadcast_name)
         self._move_to(WeightState.UNSHARDING)
 
     def wait_for_unshard(self) -> None:
@@ -102,9 +90,7 @@ class DedicatedParamGroup:
             self._move_to(WeightState.UNSHARDED)
         for bucket in self._buckets:
             if bucket.owner != self._comm.shard_rank:
-                check = partial(
-                    check_tag, bucket.buffer, bucket.tag, self._broadcast_name
-                )
+                check = partial(check_tag, bucket.buffer, bucket.tag, self._broadcast_name)
                 self._streams.current(check, [bucket.buffer])
 
     def start_computing(self) -> None:
@@ -148,22 +134,15 @@ class DedicatedParamGroup:
                     "the model there (model.to_empty(device=...) and initialize, or model.to(device)) before the "
                     "first forward"
                 )
-        if self._buckets and all(
-            p.unsharded is not None and p.unsharded.dtype == p.compute_dtype
-            for p in self.params
-        ):
+        if self._buckets and all(p.unsharded is not None and p.unsharded.dtype == p.compute_dtype for p in self.params):
             return
         # Outside inference mode: these tensors outlive an evaluation that happens to come first.
         with torch.inference_mode(False):
             self._buckets = []
-            for (owner, _, dtype), params in by_owner(
-                self.params, lambda p: (p.owner, 0, p.compute_dtype)
-            ):
+            for (owner, _, dtype), params in by_owner(self.params, lambda p: (p.owner, 0, p.compute_dtype)):
                 bucket = empty_packed(owner, 0, params, dtype, self.tag(dtype))
                 self._streams.allocate(bucket.buffer)  # views need storage to be made
                 for param, view in bucket.views():
-                    param.unsharded = nn.Parameter(
-                        view, requires_grad=param.rest.requires_grad
-                    )
+                    param.unsharded = nn.Parameter(view, requires_grad=param.rest.requires_grad)
                 self._streams.free(bucket.buffer)
                 self._buckets.append(bucket)

@@ -48,28 +48,19 @@ class GroupHooks:
         """A forward with grad ran since the last reduce. Such a group is reduced at the end of backward even if this
         rank has no gradient for it: another rank may have one, and all ranks must take part."""
         self._runtime = runtime
-        self._nested_calls = (
-            0  # running calls of the model's forward by another of its methods
-        )
+        self._nested_calls = 0  # running calls of the model's forward by another of its methods
         # Compiled modules call the hooks between graphs; nothing in here is for a compiler.
         self.pre_forward = torch._dynamo.disable(self._pre_forward, recursive=True)
         self.post_forward = torch._dynamo.disable(self._post_forward, recursive=True)
         group.module.register_forward_pre_hook(self.pre_forward, with_kwargs=True)
         group.module.register_forward_hook(self.post_forward)
 
-    def _pre_forward(
-        self, module: nn.Module, args: Any, kwargs: Any
-    ) -> tuple[Any, Any] | None:
-        if (
-            self.phase is Phase.PRE_BACKWARD
-        ):  # activation checkpointing recomputes this module for its backward
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if self.phase is Phase.PRE_BACKWARD:  # activation checkpointing recomputes this module for its backward
             self.group.start_computing()
             self._runtime.hand_over()
             return None
-        if (
-            self._runtime.is_nested_call(module)
-            and self.group.state is WeightState.COMPUTING
-        ):
+        if self._runtime.is_nested_call(module) and self.group.state is WeightState.COMPUTING:
             self._nested_calls += 1
             return None
         self.phase = Phase.FORWARD
@@ -94,9 +85,7 @@ class GroupHooks:
             return
         self.phase = Phase.IDLE
         grad_enabled = torch.is_grad_enabled()
-        if (
-            not in_backward()
-        ):  # a reentrant checkpoint's recompute is followed by its backward at once
+        if not in_backward():  # a reentrant checkpoint's recompute is followed by its backward at once
             self.group.stop_computing()
             if not self._runtime.keep_after_forward(self, grad_enabled):
                 self.group.reshard()
@@ -133,9 +122,7 @@ class GroupHooks:
 
     def end_backward(self) -> None:
         """What is left to do for this group when the whole backward is over."""
-        if self.phase is not Phase.POST_BACKWARD and (
-            self.awaits_reduce or self.group.has_local_grads
-        ):
+        if self.phase is not Phase.POST_BACKWARD and (self.awaits_reduce or self.group.has_local_grads):
             self.post_backward()
         self.group.reshard()
         self.phase = Phase.IDLE
@@ -153,9 +140,7 @@ class _PostBackward(torch.autograd.Function):
     """Identity on a module's inputs; its backward runs when the module's own backward is complete."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hooks: GroupHooks, *inputs: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, hooks: GroupHooks, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.hooks = hooks
         ctx.set_materialize_grads(False)
         return inputs

@@ -11,9 +11,7 @@ from torch.distributed.tensor import DTensor
 
 
 @torch.no_grad()
-def sync_module_states(
-    model: nn.Module, group: dist.ProcessGroup, device: torch.device
-) -> None:
+def sync_module_states(model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
     """Broadcast every plain parameter and buffer of ``model`` from the first rank of ``group``, in place. Collective.
 
     Tensors on the meta device and DTensors are left alone; which those are must be the same on every rank.
@@ -27,12 +25,7 @@ def sync_module_states(
         return
     seen: set[int] = set()
     for tensor in itertools.chain(model.parameters(), model.buffers()):
-        if (
-            tensor.is_meta
-            or isinstance(tensor, DTensor)
-            or tensor.numel() == 0
-            or id(tensor) in seen
-        ):
+        if tensor.is_meta or isinstance(tensor, DTensor) or tensor.numel() == 0 or id(tensor) in seen:
             continue
         seen.add(id(tensor))
         # Bytes: not every backend takes every dtype.

@@ -42,20 +42,10 @@ _RANDOM_FILL = {
     aten.geometric_.default,
 }
 _FILL = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
-_NEW = {
-    aten.new_zeros.default,
-    aten.new_empty.default,
-    aten.new_ones.default,
-    aten.new_full.default,
-}
+_NEW = {aten.new_zeros.default, aten.new_empty.default, aten.new_ones.default, aten.new_full.default}
 _SAME_SHAPE_VIEW = {aten.view.default, aten._unsafe_view.default}
 # Reductions that add up over the owners: the nominal Shard(0) placement is exact and DTensor never moves the input.
-_LINEAR_REDUCTION = {
-    aten.linalg_vector_norm.default,
-    aten.norm.Scalar,
-    aten._foreach_norm.Scalar,
-    aten.sum.default,
-}
+_LINEAR_REDUCTION = {aten.linalg_vector_norm.default, aten.norm.Scalar, aten._foreach_norm.Scalar, aten.sum.default}
 # torch.amp: DTensor's own rule works on the local tensors and agrees on found_inf over the mesh.
 _AMP = {aten._amp_foreach_non_finite_check_and_unscale_.default}
 
@@ -79,23 +69,15 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _LIKE:
             return owned.like(func(owned._local_tensor, *args[1:], **kwargs))
         if func in _RANDOM_LIKE:
-            out = owned.like(
-                aten.empty_like.default(owned._local_tensor, *args[1:], **kwargs)
-            )
+            out = owned.like(aten.empty_like.default(owned._local_tensor, *args[1:], **kwargs))
             return getattr(out, _RANDOM_LIKE[func])()
         if func in _RANDOM_FILL:
             return _random_fill(func, owned, args[1:], kwargs)
         if func in _SAME_SHAPE_VIEW and tuple(args[1]) == tuple(owned.shape):
             return owned.like(owned._local_tensor.view_as(owned._local_tensor))
         if func in _NEW and tuple(args[1]) == tuple(owned.shape):
-            return owned.like(
-                func(
-                    owned._local_tensor, owned._local_tensor.shape, *args[2:], **kwargs
-                )
-            )
-        if (
-            func in _NEW and len(args[1]) == 0
-        ):  # 0-dim scratch values, for example of optimizers
+            return owned.like(func(owned._local_tensor, owned._local_tensor.shape, *args[2:], **kwargs))
+        if func in _NEW and len(args[1]) == 0:  # 0-dim scratch values, for example of optimizers
             return func(owned._local_tensor, *args[1:], **kwargs)
     if torch.Tag.pointwise in func.tags or func in _FILL:
         return _pointwise(func, args, kwargs)
@@ -113,9 +95,7 @@ def _refusal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     )
 
 
-def _as_dtensors(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, pad_empty: bool
-) -> Any:
+def _as_dtensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, pad_empty: bool) -> Any:
     """Run ``func`` by DTensor's rule on the same local tensors."""
 
     def unwrap(t: Any) -> Any:
@@ -131,9 +111,7 @@ def _as_dtensors(
     return func(*unwrapped_args, **unwrapped_kwargs)
 
 
-def _random_fill(
-    func: Any, owned: OwnedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> OwnedTensor:
+def _random_fill(func: Any, owned: OwnedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OwnedTensor:
     # Non-owners draw into scratch, so that the generators of all ranks advance as in one process.
     local = owned._local_tensor
     func(local if owned.is_owner else local.new_empty(owned.shape), *args, **kwargs)
@@ -142,9 +120,7 @@ def _random_fill(
 
 def _copy_(dst: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
     if isinstance(dst, OwnedTensor):
-        if isinstance(src, DTensor) and not (
-            isinstance(src, OwnedTensor) and src.owner == dst.owner
-        ):
+        if isinstance(src, DTensor) and not (isinstance(src, OwnedTensor) and src.owner == dst.owner):
             src = src.full_tensor()
         dst._local_tensor.copy_(_local_operand(src, dst))
     elif isinstance(dst, DTensor):
@@ -176,10 +152,7 @@ def _local_operand(value: Any, reference: OwnedTensor) -> Any:
             )
         return value.full_tensor()
     # A plain tensor counts as replicated: every rank has it whole.
-    if (
-        value.dim() > reference.dim()
-        or torch.broadcast_shapes(value.shape, reference.shape) != reference.shape
-    ):
+    if value.dim() > reference.dim() or torch.broadcast_shapes(value.shape, reference.shape) != reference.shape:
         raise RuntimeError(
             f"a tensor of shape {tuple(value.shape)} does not fit the owned parameter '{reference.fqn}' of shape "
             f"{tuple(reference.shape)}"
@@ -191,9 +164,7 @@ def _local_operand(value: Any, reference: OwnedTensor) -> Any:
 def _covers(value: OwnedTensor, reference: OwnedTensor) -> bool:
     """Whether ``value`` has its data wherever ``reference`` has, as replicated weights have beside a gradient."""
     pairs = zip(value.owner, reference.owner, strict=True)
-    return value._spec.mesh == reference._spec.mesh and all(
-        mine in (None, theirs) for mine, theirs in pairs
-    )
+    return value._spec.mesh == reference._spec.mesh and all(mine in (None, theirs) for mine, theirs in pairs)
 
 
 def _most_specific(tensors: list[Any]) -> OwnedTensor | None:
@@ -207,11 +178,7 @@ def _updates_elsewhere(written: Any, reference: OwnedTensor) -> bool:
 
     Then this rank's copy stays as it is: replicas of a weight follow by the publish after the optimizer's step.
     """
-    return (
-        isinstance(written, OwnedTensor)
-        and written.owner != reference.owner
-        and not reference.is_owner
-    )
+    return isinstance(written, OwnedTensor) and written.owner != reference.owner and not reference.is_owner
 
 
 def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -224,9 +191,7 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"{func} would write the owned parameter '{reference.fqn}' into a tensor that is not owned: call "
             ".full_tensor() first"
         )
-    local_args, local_kwargs = tree_map(
-        lambda t: _local_operand(t, reference), (args, kwargs)
-    )
+    local_args, local_kwargs = tree_map(lambda t: _local_operand(t, reference), (args, kwargs))
     if _updates_elsewhere(written, reference):
         return written
     result = func(*local_args, **local_kwargs)
@@ -238,19 +203,13 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a foreach operator on the owned entries by their local tensors, and on the other entries as they are."""
     count = next(len(a) for a in args if isinstance(a, (list, tuple)))
-    lists = [
-        i
-        for i, a in enumerate(args)
-        if isinstance(a, (list, tuple)) and len(a) == count
-    ]
+    lists = [i for i, a in enumerate(args) if isinstance(a, (list, tuple)) and len(a) == count]
 
     references = [_most_specific([args[i][k] for i in lists]) for k in range(count)]
     results: list[Any] = [None] * count
     others = [k for k in range(count) if references[k] is None]
     if others:
-        picked = [
-            [a[k] for k in others] if i in lists else a for i, a in enumerate(args)
-        ]
+        picked = [[a[k] for k in others] if i in lists else a for i, a in enumerate(args)]
         for k, value in zip(others, func(*picked, **kwargs) or [], strict=False):
             results[k] = value
     mutable = func._schema.is_mutable
@@ -265,14 +224,9 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return value.full_tensor() if isinstance(value, DTensor) else value
 
         local_args = [
-            [_local_operand(a[k], ref) for k, ref in owned]
-            if i in lists
-            else replicated(a)
-            for i, a in enumerate(args)
+            [_local_operand(a[k], ref) for k, ref in owned] if i in lists else replicated(a) for i, a in enumerate(args)
         ]
         local_kwargs = {name: replicated(value) for name, value in kwargs.items()}
-        for (k, ref), value in zip(
-            owned, func(*local_args, **local_kwargs) or [], strict=False
-        ):
+        for (k, ref), value in zip(owned, func(*local_args, **local_kwargs) or [], strict=False):
             results[k] = ref.like(value)
     return None if mutable else results

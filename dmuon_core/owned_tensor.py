@@ -13,16 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import (
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -73,16 +65,10 @@ class OwnedTensor(DTensor):
                 f"{tuple(expected)}, got {tuple(local.shape)}"
             )
         meta = TensorMeta(shape, _contiguous_stride(shape), local.dtype)
-        placements: tuple[Placement, ...] = tuple(
-            Replicate() if c is None else Shard(0) for c in owner
-        )
-        tensor = OwnedTensor(
-            local, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False
-        )
+        placements: tuple[Placement, ...] = tuple(Replicate() if c is None else Shard(0) for c in owner)
+        tensor = OwnedTensor(local, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)
         tensor._owner = owner
-        tensor._home = (
-            tuple(0 if c is None else c for c in owner) if home is None else home
-        )
+        tensor._home = tuple(0 if c is None else c for c in owner) if home is None else home
         tensor._fqn = fqn
         tensor._arrival = None
         return tensor
@@ -114,24 +100,16 @@ class OwnedTensor(DTensor):
 
     def like(self, local: torch.Tensor) -> OwnedTensor:
         """An OwnedTensor of this one's shape and owner over other local data of any dtype. Local."""
-        return OwnedTensor.wrap(
-            local, self.shape, self._spec.mesh, self._owner, self._fqn, self._home
-        )
+        return OwnedTensor.wrap(local, self.shape, self._spec.mesh, self._owner, self._fqn, self._home)
 
     def at_home(self, local: torch.Tensor) -> OwnedTensor:
         """An OwnedTensor like this one whose data only its home has, as gradients and optimizer state. Local."""
-        return OwnedTensor.wrap(
-            local, self.shape, self._spec.mesh, self._home, self._fqn
-        )
+        return OwnedTensor.wrap(local, self.shape, self._spec.mesh, self._home, self._fqn)
 
     def zeros_at_home(self) -> OwnedTensor:
         """Zeros of this tensor's shape and dtype whose data only its home has. Local."""
         local = self._local_tensor
-        return self.at_home(
-            torch.zeros_like(local)
-            if self.is_home
-            else local.new_empty((0, *self.shape[1:]))
-        )
+        return self.at_home(torch.zeros_like(local) if self.is_home else local.new_empty((0, *self.shape[1:])))
 
     def expect(self, arrival: Callable[[], None]) -> None:
         """Have ``arrival`` called before the data is read or written next: new data is on its way to this rank."""
@@ -152,15 +130,11 @@ class OwnedTensor(DTensor):
         self.arrive()
         return super().to_local(*args, **kwargs)
 
-    def full_tensor(
-        self, *, grad_placements: Sequence[Placement] | None = None
-    ) -> torch.Tensor:
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor on every rank, as a new plain tensor. Collective: one broadcast per owned mesh dimension."""
         self.arrive()
         local = self._local_tensor.detach()
-        full = (
-            local.contiguous().clone() if self.is_owner else local.new_empty(self.shape)
-        )
+        full = local.contiguous().clone() if self.is_owner else local.new_empty(self.shape)
         mesh = self._spec.mesh
         # Innermost dimension first: afterwards the owner's row is complete and can serve the outer dimension.
         for dim in reversed(range(mesh.ndim)):
@@ -170,16 +144,11 @@ class OwnedTensor(DTensor):
         return full
 
     def redistribute(
-        self,
-        device_mesh: DeviceMesh | None = None,
-        placements: Sequence[Placement] | None = None,
-        **kwargs: Any,
+        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **kwargs: Any
     ) -> DTensor:
         """This tensor as a regular DTensor with ``placements`` on its own mesh. Collective."""
         mesh = self._spec.mesh
-        replicated = DTensor.from_local(
-            self.full_tensor(), mesh, [Replicate()] * mesh.ndim, run_check=False
-        )
+        replicated = DTensor.from_local(self.full_tensor(), mesh, [Replicate()] * mesh.ndim, run_check=False)
         return replicated.redistribute(device_mesh or mesh, placements, **kwargs)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -209,9 +178,7 @@ class OwnedTensor(DTensor):
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         if not self.is_owner:
             return []
-        return [
-            ChunkStorageMetadata(offsets=torch.Size([0] * self.dim()), sizes=self.shape)
-        ]
+        return [ChunkStorageMetadata(offsets=torch.Size([0] * self.dim()), sizes=self.shape)]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         self.arrive()
@@ -221,12 +188,8 @@ class OwnedTensor(DTensor):
         return holds(self._spec.mesh, tuple(0 if c is None else c for c in self._owner))
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:  # type: ignore[override]
-        from dmuon_core.owned_ops import (
-            dispatch,
-        )  # at call time: the rules need this class
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        from dmuon_core.owned_ops import dispatch  # at call time: the rules need this class
 
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, OwnedTensor):
@@ -236,14 +199,10 @@ class OwnedTensor(DTensor):
 
 def holds(mesh: DeviceMesh, owner: Owner) -> bool:
     """Whether this rank is at the ``owner`` coordinates of ``mesh`` and so holds the data. Local."""
-    return all(
-        c is None or mesh.get_local_rank(dim) == c for dim, c in enumerate(owner)
-    )
+    return all(c is None or mesh.get_local_rank(dim) == c for dim, c in enumerate(owner))
 
 
-def empty_like_non_owner(
-    shape: torch.Size, *, dtype: torch.dtype, device: torch.device | str
-) -> torch.Tensor:
+def empty_like_non_owner(shape: torch.Size, *, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
     """The local part of a rank that is not the owner: 0 rows. Local."""
     return torch.empty((0, *shape[1:]), dtype=dtype, device=device)
 
@@ -267,19 +226,13 @@ def own_like(value: torch.Tensor, like: OwnedTensor) -> OwnedTensor:
             f"'{like.fqn}' has shape {tuple(like.shape)}, the value to own has {tuple(value.shape)}: "
             "it belongs to another model"
         )
-    if (
-        isinstance(value, OwnedTensor)
-        and value.owner == like.owner
-        and value._spec.mesh == like._spec.mesh
-    ):
+    if isinstance(value, OwnedTensor) and value.owner == like.owner and value._spec.mesh == like._spec.mesh:
         return value
     full = value.full_tensor() if isinstance(value, DTensor) else value
     if like.is_owner:
         # Always a copy: the source may be a view into a checkpoint file or be kept by the caller.
         return like.like(full.detach().to(like.device, copy=True).contiguous())
-    return like.like(
-        empty_like_non_owner(like.shape, dtype=full.dtype, device=like.device)
-    )
+    return like.like(empty_like_non_owner(like.shape, dtype=full.dtype, device=like.device))
 
 
 def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:

@@ -39,10 +39,7 @@ class Packed:
         Autograd may have saved views of the buffer in an earlier forward. That is no modification of them: the content
         comes back the same.
         """
-        with (
-            torch.no_grad(),
-            torch.autograd._unsafe_preserve_version_counter(self.buffer),
-        ):
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self.buffer):
             for param, view in self.views():
                 value = value_of(param)
                 if value is None:
@@ -54,24 +51,17 @@ class Packed:
 
 
 def by_owner(
-    params: Iterable[DedicatedParam],
-    key: Callable[[DedicatedParam], tuple[int, int, torch.dtype]],
+    params: Iterable[DedicatedParam], key: Callable[[DedicatedParam], tuple[int, int, torch.dtype]]
 ) -> list[tuple[tuple[int, int, torch.dtype], list[DedicatedParam]]]:
     """``params`` by (owner in row, owner in column, dtype), in an order that all ranks share."""
     found: dict[tuple[int, int, torch.dtype], list[DedicatedParam]] = {}
     for param in params:
         found.setdefault(key(param), []).append(param)
-    return sorted(
-        found.items(), key=lambda item: (item[0][0], item[0][1], str(item[0][2]))
-    )
+    return sorted(found.items(), key=lambda item: (item[0][0], item[0][1], str(item[0][2])))
 
 
 def empty_packed(
-    owner: int,
-    owner_replicate: int,
-    params: list[DedicatedParam],
-    dtype: torch.dtype,
-    tag: torch.Tensor,
+    owner: int, owner_replicate: int, params: list[DedicatedParam], dtype: torch.dtype, tag: torch.Tensor
 ) -> Packed:
     """A :class:`Packed` on the tag's device whose buffer has no storage yet."""
     numel = sum(p.numel for p in params) + TAG_NUMEL

@@ -36,10 +36,7 @@ _WEIGHT_TRANSITIONS = {
     (WeightState.COMPUTING, WeightState.UNSHARDED),
     (WeightState.UNSHARDED, WeightState.SHARDED),
 }
-_GRAD_TRANSITIONS = {
-    (GradState.LOCAL, GradState.REDUCING),
-    (GradState.REDUCING, GradState.LOCAL),
-}
+_GRAD_TRANSITIONS = {(GradState.LOCAL, GradState.REDUCING), (GradState.REDUCING, GradState.LOCAL)}
 
 
 class DedicatedParam:
@@ -55,12 +52,7 @@ class DedicatedParam:
     """
 
     def __init__(
-        self,
-        fqn: str,
-        slots: list[Slot],
-        rest: nn.Parameter,
-        compute_dtype: torch.dtype,
-        reduce_dtype: torch.dtype,
+        self, fqn: str, slots: list[Slot], rest: nn.Parameter, compute_dtype: torch.dtype, reduce_dtype: torch.dtype
     ) -> None:
         self.fqn = fqn
         self.slots = slots
@@ -112,17 +104,13 @@ class DedicatedParam:
             RuntimeError: for a transition that the lifecycle does not have; always a bug in this library.
         """
         if (self.weight_state, state) not in _WEIGHT_TRANSITIONS:
-            raise RuntimeError(
-                f"'{self.fqn}': weight cannot go from {self.weight_state.name} to {state.name}"
-            )
+            raise RuntimeError(f"'{self.fqn}': weight cannot go from {self.weight_state.name} to {state.name}")
         self.weight_state = state
 
     def move_grad_to(self, state: GradState) -> None:
         """Change the gradient's state; raises like :meth:`move_to`."""
         if (self.grad_state, state) not in _GRAD_TRANSITIONS:
-            raise RuntimeError(
-                f"'{self.fqn}': gradient cannot go from {self.grad_state.name} to {state.name}"
-            )
+            raise RuntimeError(f"'{self.fqn}': gradient cannot go from {self.grad_state.name} to {state.name}")
         self.grad_state = state
 
     # What the module shows
@@ -149,9 +137,7 @@ class DedicatedParam:
             if type(module).__setattr__ is nn.Module.__setattr__:
                 module._parameters[name] = param
             else:
-                setattr(
-                    module, name, param
-                )  # such as nn.LSTM, which keeps a second list of its weights
+                setattr(module, name, param)  # such as nn.LSTM, which keeps a second list of its weights
 
     def adopt_replaced_rest(self) -> None:
         """Take over a parameter that somebody put into the slot, such as ``load_state_dict(assign=True)``.
@@ -166,18 +152,12 @@ class DedicatedParam:
         if found is not self.rest and found is not self.unsharded and found is not None:
             if not (isinstance(found, OwnedTensor) and found.owner == self.owned.owner):
                 data = own_like(found.detach(), self.owned)
-                found = nn.Parameter(
-                    data.to(self.rest.dtype), requires_grad=found.requires_grad
-                )
+                found = nn.Parameter(data.to(self.rest.dtype), requires_grad=found.requires_grad)
             elif found.shape != self.shape:
-                raise ValueError(
-                    f"'{self.fqn}' was replaced by a parameter of shape {tuple(found.shape)}"
-                )
+                raise ValueError(f"'{self.fqn}' was replaced by a parameter of shape {tuple(found.shape)}")
             self.rest = found
             self.show_rest()
-        if (
-            self.rest.dtype != self._rest_dtype
-        ):  # module.to(dtype) after dedication sets the compute dtype too
+        if self.rest.dtype != self._rest_dtype:  # module.to(dtype) after dedication sets the compute dtype too
             self._rest_dtype = self.compute_dtype = self.rest.dtype
             self.reduce_dtype = torch.promote_types(self.compute_dtype, torch.float32)
 
@@ -186,9 +166,7 @@ class DedicatedParam:
     @property
     def has_local_grad(self) -> bool:
         """Whether this rank holds a gradient that was not sent to the owner."""
-        return self._accumulated is not None or (
-            self.unsharded is not None and self.unsharded.grad is not None
-        )
+        return self._accumulated is not None or (self.unsharded is not None and self.unsharded.grad is not None)
 
     def accumulate_local_grad(self) -> None:
         """Keep this backward's gradient on this rank, in ``reduce_dtype``, for a later reduce. Local."""
@@ -215,9 +193,7 @@ class DedicatedParam:
     def add_reduced_grad(self, local: torch.Tensor | None) -> None:
         """Add the averaged gradient to ``rest.grad``: the whole matrix on the owner, None elsewhere. Local."""
         if local is None:
-            local = empty_like_non_owner(
-                self.shape, dtype=self.rest.dtype, device=self.rest.device
-            )
+            local = empty_like_non_owner(self.shape, dtype=self.rest.dtype, device=self.rest.device)
         if self.rest.grad is None:
             self.rest.grad = self.owned.at_home(local)
         else:

@@ -71,16 +71,12 @@ class Assignment:
     @cached_property
     def owners(self) -> Mapping[str, int]:
         """Read-only map from the name of a matrix to the slot that owns it."""
-        return MappingProxyType(
-            {spec.fqn: slot for spec, slot in zip(self.specs, self.slots, strict=True)}
-        )
+        return MappingProxyType({spec.fqn: slot for spec, slot in zip(self.specs, self.slots, strict=True)})
 
     @cached_property
     def costs(self) -> tuple[int, ...]:
         """FLOPs of each matrix, in the order of `specs`."""
-        return tuple(
-            newton_schulz_flops(spec.shape, self.ns_steps) for spec in self.specs
-        )
+        return tuple(newton_schulz_flops(spec.shape, self.ns_steps) for spec in self.specs)
 
     @cached_property
     def loads(self) -> tuple[int, ...]:
@@ -109,10 +105,7 @@ class Assignment:
 
     def digest(self) -> str:
         """Hex SHA-256 of the whole assignment, equal on every Python and platform for equal assignments."""
-        rows = [
-            [s.fqn, s.shape, s.layer, slot]
-            for s, slot in zip(self.specs, self.slots, strict=True)
-        ]
+        rows = [[s.fqn, s.shape, s.layer, slot] for s, slot in zip(self.specs, self.slots, strict=True)]
         text = json.dumps([self.num_slots, self.ns_steps, rows], separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -127,20 +120,14 @@ class Assignment:
         ]
         for slot in range(min(self.num_slots, _TABLE_ROWS)):
             share = self.loads[slot] / self.lower_bound if self.lower_bound else 0.0
-            lines.append(
-                f"{slot:>6} {matrices[slot]:>9} {self.loads[slot] / 1e9:>14,.3f} {share:>9.3f}"
-            )
+            lines.append(f"{slot:>6} {matrices[slot]:>9} {self.loads[slot] / 1e9:>14,.3f} {share:>9.3f}")
         if self.num_slots > _TABLE_ROWS:
             lines.append(f"{'...':>6} {self.num_slots - _TABLE_ROWS} more slots")
         return "\n".join(lines)
 
 
 def compute_balanced_assignment(
-    specs: Iterable[MatrixSpec],
-    num_slots: int,
-    *,
-    shard_size: int | None = None,
-    ns_steps: int = 5,
+    specs: Iterable[MatrixSpec], num_slots: int, *, shard_size: int | None = None, ns_steps: int = 5
 ) -> Assignment:
     """Give every matrix one owner slot; local, deterministic, independent of the order of `specs`.
 
@@ -149,29 +136,23 @@ def compute_balanced_assignment(
     a layer leave from as many ranks as possible. A layer of k matrices therefore sits on exactly min(k,
     num_slots) slots; once it is on all of them, the load alone decides. Ties go to the lower slot index.
 
-    With `shard_size` the slots are a mesh: slot `k` is shard rank `k % shard_size` of row `k // shard_size`. Slots of one
-    shard rank share the broadcasts of every row, so a layer is spread over shard ranks instead of slots.
+    With `shard_size` the slots are a mesh: slot `k` is shard rank `k % shard_size` of row `k // shard_size`. Slots of
+    one shard rank share the broadcasts of every row, so a layer is spread over shard ranks instead of slots.
 
     Raises ValueError for num_slots < 1, ns_steps < 1 and for a name that occurs twice.
     """
     if num_slots < 1:
         raise ValueError(f"num_slots must be at least 1, got {num_slots}.")
     if ns_steps < 1:
-        raise ValueError(
-            f"ns_steps must be at least 1, got {ns_steps}: without a step nothing has a cost."
-        )
+        raise ValueError(f"ns_steps must be at least 1, got {ns_steps}: without a step nothing has a cost.")
     by_name = tuple(sorted(specs, key=lambda spec: spec.fqn))
     for first, second in pairwise(by_name):
         if first.fqn == second.fqn:
-            raise ValueError(
-                f"{first.fqn!r} occurs twice. Pass it once: tied weights have one owner."
-            )
+            raise ValueError(f"{first.fqn!r} occurs twice. Pass it once: tied weights have one owner.")
 
     columns = num_slots if shard_size is None else shard_size
     if num_slots % columns:
-        raise ValueError(
-            f"num_slots={num_slots} is no multiple of shard_size={columns}."
-        )
+        raise ValueError(f"num_slots={num_slots} is no multiple of shard_size={columns}.")
     cost = {spec.fqn: newton_schulz_flops(spec.shape, ns_steps) for spec in by_name}
     heap = [(0, slot) for slot in range(num_slots)]
     layer_columns: dict[str, set[int]] = {}
@@ -182,14 +163,10 @@ def compute_balanced_assignment(
         heapq.heappush(heap, (load + cost[spec.fqn], slot))
         used.add(slot % columns)
         owner[spec.fqn] = slot
-    return Assignment(
-        by_name, tuple(owner[spec.fqn] for spec in by_name), num_slots, ns_steps
-    )
+    return Assignment(by_name, tuple(owner[spec.fqn] for spec in by_name), num_slots, ns_steps)
 
 
-def _pop_least(
-    heap: list[tuple[int, int]], avoid: set[int], columns: int
-) -> tuple[int, int]:
+def _pop_least(heap: list[tuple[int, int]], avoid: set[int], columns: int) -> tuple[int, int]:
     """Take the least loaded (load, slot) out of the heap whose column is not to be avoided."""
     passed: list[tuple[int, int]] = []
     while heap[0][1] % columns in avoid:

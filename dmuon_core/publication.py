@@ -41,20 +41,14 @@ class Publication:
         mine = [p for p in self._group.params if p.owner == self._comm.shard_rank]
         if not mine:
             return
-        for (owner, replicate, dtype), params in by_owner(
-            mine, lambda p: (p.owner, p.owner_replicate, p.rest.dtype)
-        ):
-            packed = empty_packed(
-                owner, replicate, params, dtype, self._group.tag(dtype)
-            )
+        for (owner, replicate, dtype), params in by_owner(mine, lambda p: (p.owner, p.owner_replicate, p.rest.dtype)):
+            packed = empty_packed(owner, replicate, params, dtype, self._group.tag(dtype))
             self._streams.allocate(packed.buffer)
             if replicate == self._comm.replicate_rank:
                 pack = partial(packed.pack, lambda param: param.owned._local_tensor)
                 self._streams.current(pack, [packed.buffer])
             self._packed.append(packed)
-        self._pending = self._comm.publish(
-            [(p.buffer, p.owner_replicate) for p in self._packed], self._name
-        )
+        self._pending = self._comm.publish([(p.buffer, p.owner_replicate) for p in self._packed], self._name)
         for param in mine:
             param.owned.expect(self.wait)
 

@@ -57,28 +57,20 @@ class GradReduction:
         for (owner, replicate, dtype), params in by_owner(
             trainable, lambda p: (p.owner, p.owner_replicate, p.reduce_dtype)
         ):
-            packed = empty_packed(
-                owner, replicate, params, dtype, self._group.tag(dtype)
-            )
+            packed = empty_packed(owner, replicate, params, dtype, self._group.tag(dtype))
             self._streams.allocate(packed.buffer)
-            self._streams.current(
-                partial(_pack, packed, self._comm.gradient_divisor), [packed.buffer]
-            )
+            self._streams.current(partial(_pack, packed, self._comm.gradient_divisor), [packed.buffer])
             self._packed.append(packed)
             for param in params:
                 param.move_grad_to(GradState.REDUCING)
-        self._pending = self._comm.reduce(
-            [(p.buffer, p.owner) for p in self._packed], self._name
-        )
+        self._pending = self._comm.reduce([(p.buffer, p.owner) for p in self._packed], self._name)
 
     def go_on_over_replicas(self) -> None:
         """Average the row's results along the owners' column, on the ranks of that column. A no-op on a 1-D mesh."""
         mine = [p for p in self._packed if p.owner == self._comm.shard_rank]
         if self._pending is not None and self._comm.replicate_size > 1 and mine:
             sent = [(p.buffer, p.owner_replicate) for p in mine]
-            self._pending = self._comm.replicate_reduce(
-                sent, self._pending, f"{self._name} over replicas"
-            )
+            self._pending = self._comm.replicate_reduce(sent, self._pending, f"{self._name} over replicas")
 
     def wait(self) -> list[ReducedGrad]:
         """Finish what is in flight and hand out its result, once per parameter; empty without one. Local."""
@@ -104,21 +96,12 @@ class GradReduction:
         return f"reduce of the gradients of '{self._group.fqn}'"
 
     def _unpack(self, packed: Packed) -> list[ReducedGrad]:
-        is_owner = (packed.owner, packed.owner_replicate) == (
-            self._comm.shard_rank,
-            self._comm.replicate_rank,
-        )
+        is_owner = (packed.owner, packed.owner_replicate) == (self._comm.shard_rank, self._comm.replicate_rank)
         if not is_owner:
             self._streams.free(packed.buffer)
-            return [
-                ReducedGrad(param, None, self._had_local[param])
-                for param in packed.params
-            ]
+            return [ReducedGrad(param, None, self._had_local[param]) for param in packed.params]
         check_tag(packed.buffer, packed.tag, self._name)
-        return [
-            ReducedGrad(param, view.to(param.rest.dtype), self._had_local[param])
-            for param, view in packed.views()
-        ]
+        return [ReducedGrad(param, view.to(param.rest.dtype), self._had_local[param]) for param, view in packed.views()]
 
 
 def _pack(packed: Packed, divisor: int) -> None:

@@ -8,22 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
     from dmuon_core.runtime import DedicatedModel
 
 _ATTRIBUTE = "_dmuon_dedicated"
-_live: list[
-    weakref.ref[DedicatedModel]
-] = []  # in order of dedication, which all ranks share
-_replaced = (
-    WeakIdKeyDictionary()
-)  # parameter that left the model at dedication -> its FQN
+_live: list[weakref.ref[DedicatedModel]] = []  # in order of dedication, which all ranks share
+_replaced = WeakIdKeyDictionary()  # parameter that left the model at dedication -> its FQN
 
 
 def register(model: nn.Module, dedicated: DedicatedModel) -> None:
@@ -59,9 +52,7 @@ def get_dedicated(model: nn.Module) -> DedicatedModel:
     """
     found = find_dedicated(model)
     if found is None:
-        raise ValueError(
-            f"{type(model).__name__} has no dedicated parameters: call dedicate_params(model, ...) first"
-        )
+        raise ValueError(f"{type(model).__name__} has no dedicated parameters: call dedicate_params(model, ...) first")
     return found
 
 
@@ -79,9 +70,7 @@ def set_requires_gradient_sync(modules: Iterable[nn.Module], sync: bool) -> None
         dedicated.set_requires_gradient_sync(wanted, sync)
 
 
-def _refuse_replaced_params(
-    optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
-) -> None:
+def _refuse_replaced_params(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param in _replaced:

@@ -51,9 +51,7 @@ class DedicatedModel:
         self._reducing: DedicatedParamGroup | None = None  # along its row
         self._reducing_replicas: DedicatedParamGroup | None = None  # along the column
         self._collected: list[ReducedGrad] = []
-        self._entries: list[
-            str
-        ] = []  # methods of the model that are running, outermost first
+        self._entries: list[str] = []  # methods of the model that are running, outermost first
         self._forward_completed = False
         self._end_of_backward_queued = False
         self._pass = 0  # number of the current root forward
@@ -64,13 +62,9 @@ class DedicatedModel:
         self._hooks = [GroupHooks(group, self) for group in groups]
         # The order of the last complete forward predicts the next one; the first is guessed from the module tree.
         self._expected = [h for h in self._hooks if h.group.module is not model]
-        self._expected = [
-            h for h in self._hooks if h.group.module is model
-        ] + self._expected
+        self._expected = [h for h in self._hooks if h.group.module is model] + self._expected
         self._this_forward: list[GroupHooks] = []
-        self._backward_order: list[
-            GroupHooks
-        ] = []  # of all forwards with grad that have had no backward yet
+        self._backward_order: list[GroupHooks] = []  # of all forwards with grad that have had no backward yet
 
     @property
     def params(self) -> list[DedicatedParam]:
@@ -150,9 +144,7 @@ class DedicatedModel:
             fsdp2.reshard(self.model)
 
     def _backward_was_interrupted(self) -> bool:
-        return self._end_of_backward_queued or fsdp2.backward_was_interrupted(
-            self.model
-        )
+        return self._end_of_backward_queued or fsdp2.backward_was_interrupted(self.model)
 
     @property
     def in_root_forward(self) -> bool:
@@ -171,9 +163,7 @@ class DedicatedModel:
         if self._kept is not None and self._kept is not hooks:
             self._kept.group.reshard()
         self._kept = None
-        if not (
-            self.in_root_forward and self._unsharded_in_pass.get(hooks) == self._pass
-        ):
+        if not (self.in_root_forward and self._unsharded_in_pass.get(hooks) == self._pass):
             hooks.group.reshard()
         self._note_unsharded(hooks)
         if self.in_root_forward:
@@ -286,17 +276,11 @@ class DedicatedModel:
         """Put the gradients at rest on every rank, for the parameters that had one on any rank, as in one process."""
         if not grads:
             return
-        flags = torch.tensor(
-            [g.had_local for g in grads], dtype=torch.uint8, device=self._comm.device
-        )
+        flags = torch.tensor([g.had_local for g in grads], dtype=torch.uint8, device=self._comm.device)
         self._comm.streams.wait(self._comm.any_rank(flags), Edge.FLAGS_BEFORE_USE)
         self.hand_over()
         # A rank that has every gradient itself knows the answer and need not wait for the device.
-        exists = (
-            [True] * len(grads)
-            if all(g.had_local for g in grads)
-            else flags.bool().tolist()
-        )
+        exists = [True] * len(grads) if all(g.had_local for g in grads) else flags.bool().tolist()
         for grad, there in zip(grads, exists, strict=True):
             if there:
                 grad.param.add_reduced_grad(grad.local)
@@ -345,9 +329,7 @@ class DedicatedModel:
         """
         if in_backward() or self.in_root_forward:
             return
-        left_behind = any(
-            hooks.group.state is WeightState.COMPUTING for hooks in self._hooks
-        )
+        left_behind = any(hooks.group.state is WeightState.COMPUTING for hooks in self._hooks)
         if left_behind or self._backward_was_interrupted():
             self.reset()
 

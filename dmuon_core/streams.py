@@ -42,20 +42,16 @@ class Lane(Enum):
 class Edge(Enum):
     """One ordering between the current stream and the lanes: "this before that", and what it protects."""
 
-    WEIGHTS_PACKED_BEFORE_BROADCAST = (
-        "the owner's buffer holds the weights before it is sent"
-    )
+    WEIGHTS_PACKED_BEFORE_BROADCAST = "the owner's buffer holds the weights before it is sent"
     BROADCAST_BEFORE_COMPUTE = "the weights have arrived before a module computes with them, or before they are freed"
-    GRADS_PACKED_BEFORE_REDUCE = (
-        "the buffer holds this rank's gradients before it is summed"
-    )
+    GRADS_PACKED_BEFORE_REDUCE = "the buffer holds this rank's gradients before it is summed"
     REDUCE_BEFORE_REPLICATE_REDUCE = "a row's sum is complete before rows are added up"
-    REDUCE_BEFORE_USE = "the sum is complete before the owner takes it as its gradient and the others free their buffers"
+    REDUCE_BEFORE_USE = (
+        "the sum is complete before the owner takes it as its gradient and the others free their buffers"
+    )
     FLAGS_BEFORE_REDUCE = "the flags of this rank are written before they are combined"
     FLAGS_BEFORE_USE = "the flags of all ranks are combined before they are read"
-    WEIGHTS_PACKED_BEFORE_PUBLISH = (
-        "the owner's buffer holds the new weights before it is sent"
-    )
+    WEIGHTS_PACKED_BEFORE_PUBLISH = "the owner's buffer holds the new weights before it is sent"
     PUBLISH_BEFORE_USE = "the new weights have arrived before they are read or replaced"
 
 
@@ -82,9 +78,7 @@ class Streams(ABC):
     ) -> Pending:
         """Run ``collective``, which reads and writes ``buffers``, on ``lane``."""
 
-    def current(
-        self, work: Callable[[], None], buffers: Sequence[torch.Tensor] = ()
-    ) -> None:
+    def current(self, work: Callable[[], None], buffers: Sequence[torch.Tensor] = ()) -> None:
         """Run ``work``, which reads or writes ``buffers``, on the current stream."""
         work()
 
@@ -100,8 +94,8 @@ class Streams(ABC):
         """Take a buffer's storage away."""
         buffer.untyped_storage().resize_(0)
 
-    def hand_over(self) -> None:
-        """The user's operations follow. Nothing to do where the current stream is the user's stream."""
+    def hand_over(self) -> None:  # noqa: B027 - nothing to do where the current stream is the user's stream
+        """The user's operations follow."""
 
 
 class _PendingWorks(Pending):
@@ -155,10 +149,7 @@ class CudaStreams(Streams):
 
     def __init__(self, device: torch.device) -> None:
         urgent = (Lane.BROADCAST, Lane.REDUCE)
-        self._lanes = {
-            lane: torch.cuda.Stream(device=device, priority=-1 if lane in urgent else 0)
-            for lane in Lane
-        }
+        self._lanes = {lane: torch.cuda.Stream(device=device, priority=-1 if lane in urgent else 0) for lane in Lane}
 
     def launch(
         self,

@@ -64,9 +64,7 @@ def repeated_blocks(model: nn.Module, wanted: Container[int]) -> list[nn.Module]
         classes = Counter(type(m.module) for m in members if m.container is not None)
         for member in members:
             module = member.module
-            if _is_repeated(member, classes) and any(
-                id(p) in wanted for p in module.parameters()
-            ):
+            if _is_repeated(member, classes) and any(id(p) in wanted for p in module.parameters()):
                 found.add(id(module))
             elif id(module) not in visited:
                 visit(module)
@@ -74,18 +72,14 @@ def repeated_blocks(model: nn.Module, wanted: Container[int]) -> list[nn.Module]
     visit(model)
     blocks = [module for module in model.modules() if id(module) in found]
     # A module registered in several places may be met on its own first and inside another block later.
-    inner = {
-        id(below) for block in blocks for below in block.modules() if below is not block
-    }
+    inner = {id(below) for block in blocks for below in block.modules() if below is not block}
     return [block for block in blocks if id(block) not in inner]
 
 
 @dataclass(frozen=True)
 class _Member:
     module: nn.Module
-    container: (
-        nn.Module | None
-    )  # the nearest container that holds it; None for a plain attribute
+    container: nn.Module | None  # the nearest container that holds it; None for a plain attribute
     only_child: bool  # of a ModuleList
 
 
@@ -111,9 +105,7 @@ def _members(parent: nn.Module, only_child: bool = False) -> Iterator[_Member]:
 
 
 def _is_stage(sequential: nn.Sequential) -> bool:
-    classes = Counter(
-        type(child) for child in children(sequential) if not is_leaf(child)
-    )
+    classes = Counter(type(child) for child in children(sequential) if not is_leaf(child))
     return any(count > 1 for count in classes.values())
 
 
@@ -121,8 +113,5 @@ def _is_repeated(member: _Member, classes: Counter[type[nn.Module]]) -> bool:
     if member.container is None or not has_forward(member.module):
         return False
     if is_leaf(member.module):
-        return (
-            sum(type(kid) is type(member.module) for kid in children(member.container))
-            > 1
-        )
+        return sum(type(kid) is type(member.module) for kid in children(member.container)) > 1
     return member.only_child or classes[type(member.module)] > 1

@@ -31,36 +31,19 @@ def muon_targets(model: nn.Module) -> dict[str, nn.Parameter]:
     """
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
-            raise ValueError(
-                f"Parameter {name!r} is not initialized yet: run the model on a batch first."
-            )
+            raise ValueError(f"Parameter {name!r} is not initialized yet: run the model on a batch first.")
     excluded = _head_parameters(model)
-    blocks = [
-        block
-        for block in repeated_blocks(model, _matrix_ids(model))
-        if not is_leaf(block)
-    ]
+    blocks = [block for block in repeated_blocks(model, _matrix_ids(model)) if not is_leaf(block)]
     in_block = {id(module) for block in blocks for module in block.modules()}
     for module in model.modules():
         for name, parameter in _own_parameters(module):
-            bare = (
-                not is_leaf(module)
-                and not name.endswith("weight")
-                and id(module) not in in_block
-            )
-            if (
-                bare
-                or "bias" in name.lower()
-                or _is_embedding(module)
-                or _is_norm(module)
-            ):
+            bare = not is_leaf(module) and not name.endswith("weight") and id(module) not in in_block
+            if bare or "bias" in name.lower() or _is_embedding(module) or _is_norm(module):
                 excluded.add(id(parameter))
     return {
         name: parameter
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-        and _is_matrix(parameter)
-        and id(parameter) not in excluded
+        if parameter.requires_grad and _is_matrix(parameter) and id(parameter) not in excluded
     }
 
 
@@ -79,24 +62,11 @@ def output_heads(model: nn.Module) -> list[nn.Module]:
     AdamW.
     """
     linears = [module for module in model.modules() if _is_linear(module)]
-    embedded = {
-        id(p)
-        for m in model.modules()
-        if _is_embedding(m)
-        for _, p in _own_parameters(m)
-    }
-    tied = [
-        module
-        for module in linears
-        if any(id(p) in embedded for _, p in _own_parameters(module))
-    ]
+    embedded = {id(p) for m in model.modules() if _is_embedding(m) for _, p in _own_parameters(m)}
+    tied = [module for module in linears if any(id(p) in embedded for _, p in _own_parameters(module))]
     if tied:
         return tied
-    named = [
-        head
-        for module in model.modules()
-        if (head := _declared_head(module)) is not None
-    ]
+    named = [head for module in model.modules() if (head := _declared_head(module)) is not None]
     if named:
         return named
     blocks = [
@@ -105,18 +75,12 @@ def output_heads(model: nn.Module) -> list[nn.Module]:
         if not is_leaf(block) and type(block) is not nn.Sequential
     ]
     in_block = {id(module) for block in blocks for module in block.modules()}
-    outside = [
-        module
-        for module in linears
-        if id(module) not in in_block and module is not model
-    ]
+    outside = [module for module in linears if id(module) not in in_block and module is not model]
     return outside[-1:]
 
 
 def _head_parameters(model: nn.Module) -> set[int]:
-    return {
-        id(parameter) for head in output_heads(model) for parameter in head.parameters()
-    }
+    return {id(parameter) for head in output_heads(model) for parameter in head.parameters()}
 
 
 def _declared_head(module: nn.Module) -> nn.Module | None:
@@ -132,11 +96,7 @@ def _declared_head(module: nn.Module) -> nn.Module | None:
 
 def _own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The module's own slots; a parameter that has several slots is met in each of them."""
-    return (
-        (name, parameter)
-        for name, parameter in module._parameters.items()
-        if parameter is not None
-    )
+    return ((name, parameter) for name, parameter in module._parameters.items() if parameter is not None)
 
 
 def _matrix_ids(model: nn.Module) -> set[int]:
@@ -162,11 +122,7 @@ def _is_embedding(module: nn.Module) -> bool:
     if isinstance(module, _EMBEDDINGS):
         return True
     # Mixins that are no modules are left out: in Hugging Face they sit under every model.
-    return any(
-        "embed" in cls.__name__.lower()
-        for cls in type(module).__mro__
-        if issubclass(cls, nn.Module)
-    )
+    return any("embed" in cls.__name__.lower() for cls in type(module).__mro__ if issubclass(cls, nn.Module))
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -177,6 +133,4 @@ def _is_linear(module: nn.Module) -> bool:
     if _is_embedding(module) or _is_norm(module):
         return False
     weight = module._parameters.get("weight")
-    return isinstance(module, nn.Linear) or (
-        is_leaf(module) and weight is not None and weight.ndim == 2
-    )
+    return isinstance(module, nn.Linear) or (is_leaf(module) and weight is not None and weight.ndim == 2)

@@ -22,9 +22,7 @@ def grad_tensors(value: Any) -> list[torch.Tensor]:
     return found
 
 
-def map_grad_tensors(
-    function: Callable[[torch.Tensor], torch.Tensor], value: Any
-) -> Any:
+def map_grad_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """``value`` with ``function`` applied to every tensor that requires grad.
 
     Containers are copied only if something in them changed, so that other objects keep their identity. Visits in the
@@ -35,9 +33,7 @@ def map_grad_tensors(
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _map_dataclass(function, value)
     if isinstance(value, dict):
-        new_items = {
-            key: map_grad_tensors(function, item) for key, item in value.items()
-        }
+        new_items = {key: map_grad_tensors(function, item) for key, item in value.items()}
         if all(new_items[key] is item for key, item in value.items()):
             return value
         result = copy.copy(value)  # keeps subclasses and their order
@@ -62,9 +58,7 @@ def _map_dataclass(function: Callable[[torch.Tensor], torch.Tensor], value: Any)
         if new is not old:
             if result is None:
                 result = copy.copy(value)
-            if isinstance(
-                result, dict
-            ):  # transformers.ModelOutput is both; its items follow its attributes
+            if isinstance(result, dict):  # transformers.ModelOutput is both; its items follow its attributes
                 result[field.name] = new
             object.__setattr__(result, field.name, new)
     return value if result is None else result

@@ -32,23 +32,12 @@ GROUP_DEFAULTS: dict[str, dict[str, str]] = {
         "adjust_lr_fn": "adjust_lr_fn",
         "ns_dtype": "ns_dtype",
     },
-    "adamw": {
-        "lr": "adamw_lr",
-        "betas": "adamw_betas",
-        "eps": "adamw_eps",
-        "weight_decay": "adamw_weight_decay",
-    },
+    "adamw": {"lr": "adamw_lr", "betas": "adamw_betas", "eps": "adamw_eps", "weight_decay": "adamw_weight_decay"},
 }
 #: Every name of the tables above, whichever side.
-_ALL_OPTIONS = {
-    name for table in GROUP_DEFAULTS.values() for pair in table.items() for name in pair
-}
+_ALL_OPTIONS = {name for table in GROUP_DEFAULTS.values() for pair in table.items() for name in pair}
 #: The Frobenius norm of a large matrix overflows float16, which would silently zero its update.
-NS_DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-}
+NS_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 _MAX_NS_STEPS = 99  # the limit of torch.optim.Muon
 
 
@@ -78,11 +67,7 @@ def model_groups(model: nn.Module) -> list[dict[str, Any]]:
         "muon": [(name, p) for name, p in trainable if id(p) in hidden],
         "adamw": [(name, p) for name, p in trainable if id(p) not in hidden],
     }
-    return [
-        {"name": name, "algorithm": name, "params": params}
-        for name, params in split.items()
-        if params
-    ]
+    return [{"name": name, "algorithm": name, "params": params} for name, params in split.items() if params]
 
 
 def complete_group(
@@ -110,9 +95,7 @@ def complete_group(
             # A group owns its learning rate: schedulers write into a tensor lr in place.
             group[key] = value.clone() if isinstance(value, Tensor) else value
     check_options(group, f" of {where}")
-    if isinstance(group["params"], Iterable) and not isinstance(
-        group["params"], Tensor | set
-    ):
+    if isinstance(group["params"], Iterable) and not isinstance(group["params"], Tensor | set):
         group["params"] = list(group["params"])
         _check_params(group, where, present)
     return group  # anything else is a TypeError of torch's own
@@ -122,10 +105,7 @@ def check_defaults(defaults: dict[str, Any]) -> None:
     """Check the constructor's arguments, also those that no group uses; ValueError names the unfit one."""
     for algorithm, options in GROUP_DEFAULTS.items():
         values = {key: defaults[argument] for key, argument in options.items()}
-        check_options(
-            {"algorithm": algorithm, **values},
-            prefix="adamw_" if algorithm == "adamw" else "",
-        )
+        check_options({"algorithm": algorithm, **values}, prefix="adamw_" if algorithm == "adamw" else "")
 
 
 def check_options(group: dict[str, Any], where: str = "", prefix: str = "") -> None:
@@ -135,9 +115,7 @@ def check_options(group: dict[str, Any], where: str = "", prefix: str = "") -> N
     """
 
     def fail(name: str, rule: str) -> ValueError:
-        return ValueError(
-            f"Muon: {prefix}{name}{where} must be {rule}, got {group[name]!r}"
-        )
+        return ValueError(f"Muon: {prefix}{name}{where} must be {rule}, got {group[name]!r}")
 
     lr = group["lr"]
     if isinstance(lr, Tensor):
@@ -146,17 +124,12 @@ def check_options(group: dict[str, Any], where: str = "", prefix: str = "") -> N
         lr = lr.item()
     if not _is_number(lr) or not 0.0 <= lr < math.inf:
         raise fail("lr", "a finite number >= 0")
-    if (
-        not _is_number(group["weight_decay"])
-        or not 0.0 <= group["weight_decay"] < math.inf
-    ):
+    if not _is_number(group["weight_decay"]) or not 0.0 <= group["weight_decay"] < math.inf:
         raise fail("weight_decay", "a finite number >= 0")
     if group["algorithm"] == "adamw":
         if not _is_number(group["eps"]) or not 0.0 <= group["eps"] < math.inf:
             raise fail("eps", "a finite number >= 0")
-        if not _are_numbers(group["betas"], 2) or not all(
-            0.0 <= beta < 1.0 for beta in group["betas"]
-        ):
+        if not _are_numbers(group["betas"], 2) or not all(0.0 <= beta < 1.0 for beta in group["betas"]):
             raise fail("betas", "two numbers in [0, 1)")
         group["betas"] = tuple(group["betas"])
         return
@@ -164,25 +137,14 @@ def check_options(group: dict[str, Any], where: str = "", prefix: str = "") -> N
         raise fail("momentum", "a number in [0, 1)")
     if not isinstance(group["nesterov"], bool):
         raise fail("nesterov", "True or False")
-    if not _are_numbers(group["ns_coefficients"], 3) or not all(
-        map(math.isfinite, group["ns_coefficients"])
-    ):
+    if not _are_numbers(group["ns_coefficients"], 3) or not all(map(math.isfinite, group["ns_coefficients"])):
         raise fail("ns_coefficients", "three finite numbers (a, b, c)")
     group["ns_coefficients"] = tuple(group["ns_coefficients"])
     steps = group["ns_steps"]
-    if (
-        not isinstance(steps, int)
-        or isinstance(steps, bool)
-        or not 0 <= steps <= _MAX_NS_STEPS
-    ):
+    if not isinstance(steps, int) or isinstance(steps, bool) or not 0 <= steps <= _MAX_NS_STEPS:
         raise fail("ns_steps", f"an integer from 0 to {_MAX_NS_STEPS}")
-    if group["adjust_lr_fn"] is not None and group["adjust_lr_fn"] not in get_args(
-        AdjustLrFn
-    ):
-        raise fail(
-            "adjust_lr_fn",
-            f"None or one of {', '.join(map(repr, get_args(AdjustLrFn)))}",
-        )
+    if group["adjust_lr_fn"] is not None and group["adjust_lr_fn"] not in get_args(AdjustLrFn):
+        raise fail("adjust_lr_fn", f"None or one of {', '.join(map(repr, get_args(AdjustLrFn)))}")
     # Kept as a name: checkpoint tools carry numbers and strings in groups, not dtypes.
     name = str(group["ns_dtype"]).removeprefix("torch.")
     if name not in NS_DTYPES:
@@ -191,11 +153,7 @@ def check_options(group: dict[str, Any], where: str = "", prefix: str = "") -> N
     # An eps that is zero, also after rounding, turns the all-zero gradient of an unused layer into NaN
     # weights.
     eps = group["eps"]
-    if (
-        not _is_number(eps)
-        or not math.isfinite(eps)
-        or not torch.tensor(eps, dtype=NS_DTYPES[name]) > 0
-    ):
+    if not _is_number(eps) or not math.isfinite(eps) or not torch.tensor(eps, dtype=NS_DTYPES[name]) > 0:
         raise fail("eps", f"a finite number > 0 in {name}")
 
 
@@ -215,9 +173,7 @@ def param_label(group: dict[str, Any], position: int, where: str) -> str:
     return f"parameter {position} of {where} (shape {tuple(entry.shape)})"
 
 
-def _check_params(
-    group: dict[str, Any], where: str, present: list[dict[str, Any]]
-) -> None:
+def _check_params(group: dict[str, Any], where: str, present: list[dict[str, Any]]) -> None:
     seen = {
         id(p): param_label(earlier, position, group_label(index))
         for index, earlier in enumerate(present)
@@ -229,9 +185,7 @@ def _check_params(
             continue  # torch's own TypeError says it
         name = param_label(group, position, where)
         if id(p) in seen:
-            raise ValueError(
-                f"Muon: {name} is given twice (first as {seen[id(p)]}); pass each parameter once"
-            )
+            raise ValueError(f"Muon: {name} is given twice (first as {seen[id(p)]}); pass each parameter once")
         seen[id(p)] = name
         if not p.requires_grad:
             raise ValueError(
@@ -245,13 +199,9 @@ def _check_params(
 def _check_matrix(p: Tensor, name: str) -> None:
     remedy = 'put it in a group with algorithm="adamw"'
     if p.ndim < 2:
-        raise ValueError(
-            f"Muon: {name} has shape {tuple(p.shape)}, but Muon needs a matrix; {remedy}"
-        )
+        raise ValueError(f"Muon: {name} has shape {tuple(p.shape)}, but Muon needs a matrix; {remedy}")
     if not p.is_floating_point():
-        raise ValueError(
-            f"Muon: {name} has dtype {p.dtype}, but Muon needs a real floating-point matrix; {remedy}"
-        )
+        raise ValueError(f"Muon: {name} has dtype {p.dtype}, but Muon needs a real floating-point matrix; {remedy}")
     if isinstance(p, DTensor) and not isinstance(p, OwnedTensor):
         raise ValueError(
             f"Muon: {name} is a sharded DTensor, and Newton-Schulz needs the whole matrix in one place; "
@@ -262,14 +212,10 @@ def _check_matrix(p: Tensor, name: str) -> None:
 def _check_algorithm(algorithm: Any, where: str) -> str:
     if algorithm in GROUP_DEFAULTS:
         return str(algorithm)
-    near = difflib.get_close_matches(
-        str(algorithm).lower(), GROUP_DEFAULTS, n=1, cutoff=0.0
-    )
+    near = difflib.get_close_matches(str(algorithm).lower(), GROUP_DEFAULTS, n=1, cutoff=0.0)
     hint = f"did you mean {near[0]!r}? " if near else ""
     choices = " or ".join(map(repr, GROUP_DEFAULTS))
-    raise ValueError(
-        f"Muon: unknown algorithm {algorithm!r} in {where}; {hint}It must be {choices}"
-    )
+    raise ValueError(f"Muon: unknown algorithm {algorithm!r} in {where}; {hint}It must be {choices}")
 
 
 def _foreign_option(key: str, algorithm: str, where: str) -> str:
@@ -277,9 +223,7 @@ def _foreign_option(key: str, algorithm: str, where: str) -> str:
     if key != renamed:  # a constructor argument used inside a group
         advice = f"inside a group it is called {renamed!r}"
     else:
-        advice = (
-            f"it belongs to algorithm={'adamw' if algorithm == 'muon' else 'muon'!r}"
-        )
+        advice = f"it belongs to algorithm={'adamw' if algorithm == 'muon' else 'muon'!r}"
     return f"Muon: {where} has algorithm={algorithm!r}, which does not use {key!r}; {advice}"
 
 
@@ -288,8 +232,4 @@ def _is_number(value: Any) -> bool:
 
 
 def _are_numbers(value: Any, count: int) -> bool:
-    return (
-        isinstance(value, tuple | list)
-        and len(value) == count
-        and all(map(_is_number, value))
-    )
+    return isinstance(value, tuple | list) and len(value) == count and all(map(_is_number, value))

@@ -12,9 +12,7 @@ from dmuon_core.optim.groups import GROUP_DEFAULTS, group_label, param_label
 from dmuon_core.owned_tensor import OwnedTensor, own_like
 
 
-def adopt_groups(
-    saved: list[dict[str, Any]], current: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
+def adopt_groups(saved: list[dict[str, Any]], current: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the saved groups, with what stock ``torch.optim.Muon`` and ``AdamW`` do not save from ours.
 
     Raises:
@@ -22,9 +20,7 @@ def adopt_groups(
     """
     adopted = []
     for index, (theirs, ours) in enumerate(zip(saved, current, strict=True)):
-        algorithm = theirs.get("algorithm") or (
-            "adamw" if "betas" in theirs else "muon"
-        )
+        algorithm = theirs.get("algorithm") or ("adamw" if "betas" in theirs else "muon")
         if algorithm != ours["algorithm"]:
             raise ValueError(
                 f"Muon: {group_label(index)} uses {ours['algorithm']!r}, but the loaded state was saved by "
@@ -38,9 +34,7 @@ def adopt_groups(
                     "Muon does not support; start this group without saved state"
                 )
         own_keys = ("algorithm", "name", *GROUP_DEFAULTS[algorithm])
-        adopted.append(
-            {**{key: ours[key] for key in own_keys if key in ours}, **theirs}
-        )
+        adopted.append({**{key: ours[key] for key in own_keys if key in ours}, **theirs})
     return adopted
 
 
@@ -75,24 +69,14 @@ def place_state(groups: list[dict[str, Any]], state: Any) -> None:
 
 def _placed_like(value: Tensor, p: Tensor) -> Tensor:
     if isinstance(p, OwnedTensor):
-        return own_like(value, p)
+        return own_like(value, p.zeros_at_home())
     if isinstance(p, DTensor):
         if not isinstance(value, DTensor):
-            return distribute_tensor(
-                value, p.device_mesh, p.placements, src_data_rank=None
-            )
+            return distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None)
         same = value.placements == p.placements and value.device_mesh == p.device_mesh
-        return (
-            value
-            if same and not isinstance(value, OwnedTensor)
-            else value.redistribute(p.device_mesh, p.placements)
-        )
+        return value if same and not isinstance(value, OwnedTensor) else value.redistribute(p.device_mesh, p.placements)
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _tensors(state: Any, p: Tensor) -> list[tuple[str, Tensor]]:
-    return [
-        (k, v)
-        for k, v in state.get(p, {}).items()
-        if k != "step" and isinstance(v, Tensor)
-    ]
+    return [(k, v) for k, v in state.get(p, {}).items() if k != "step" and isinstance(v, Tensor)]

@@ -23,7 +23,7 @@ from dmuon_core.optim.groups import (
     param_label,
 )
 from dmuon_core.optim.loading import adopt_groups, check_loaded_state, place_state
-from dmuon_core.optim.local import gradient_problem, local, state_problem
+from dmuon_core.optim.local import gradient_problem, is_stepped_here, local, state_problem, zeros_for_state
 from dmuon_core.registry import drop_pending
 
 ParamsT = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
@@ -114,9 +114,7 @@ class Muon(torch.optim.Optimizer):
             "adamw_weight_decay": adamw_weight_decay,
         }
         check_defaults(defaults)
-        super().__init__(
-            model_groups(params) if isinstance(params, nn.Module) else params, defaults
-        )
+        super().__init__(model_groups(params) if isinstance(params, nn.Module) else params, defaults)
 
     def add_param_group(self, param_group: Any) -> None:
         """Add a group dict as the constructor takes it; ValueError, with nothing changed, if it is unfit."""
@@ -125,9 +123,7 @@ class Muon(torch.optim.Optimizer):
         group = complete_group(param_group, self.defaults, self.param_groups)
         super().add_param_group(group)
         for key in set(self.defaults) - set(GROUP_DEFAULTS[group["algorithm"]]):
-            group.pop(
-                key, None
-            )  # torch fills in every default, also those of the other algorithm
+            group.pop(key, None)  # torch fills in every default, also those of the other algorithm
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -160,14 +156,10 @@ class Muon(torch.optim.Optimizer):
             for position, p in enumerate(group["params"]):
                 if p.grad is None:
                     continue
-                problem = gradient_problem(p, group["algorithm"]) or state_problem(
-                    p, self.state.get(p, {})
-                )
+                problem = gradient_problem(p, group["algorithm"]) or state_problem(p, self.state.get(p, {}))
                 if problem:
                     name = param_label(group, position, group_label(index))
-                    raise RuntimeError(
-                        f"Muon: {name}: {problem}. No parameter was updated"
-                    )
+                    raise RuntimeError(f"Muon: {name}: {problem}. No parameter was updated")
 
     @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -200,15 +192,9 @@ def muon_update(group: dict[str, Any], state: Any) -> None:
         if p.grad is None:
             continue
         if "momentum_buffer" not in state[p]:
-            state[p]["momentum_buffer"] = torch.zeros_like(
-                p.grad, memory_format=torch.preserve_format
-            )
-        weight, grad, average = (
-            local(p),
-            local(p.grad),
-            local(state[p]["momentum_buffer"]),
-        )
-        if weight.numel() == 0:
+            state[p]["momentum_buffer"] = zeros_for_state(p)
+        weight, grad, average = (local(p), local(p.grad), local(state[p]["momentum_buffer"]))
+        if not is_stepped_here(p) or weight.numel() == 0:
             continue
         average.lerp_(grad, 1 - momentum)
         update = grad.lerp(average, momentum) if group["nesterov"] else average
@@ -221,10 +207,7 @@ def muon_update(group: dict[str, Any], state: Any) -> None:
                 NS_DTYPES[group["ns_dtype"]],
             )
         weight.mul_(1 - lr * group["weight_decay"])
-        weight.add_(
-            update.reshape(weight.shape),
-            alpha=-(lr * update_scale(weight.shape, group["adjust_lr_fn"])),
-        )
+        weight.add_(update.reshape(weight.shape), alpha=-(lr * update_scale(weight.shape, group["adjust_lr_fn"])))
 
 
 def update_scale(shape: torch.Size, adjust_lr_fn: AdjustLrFn | None) -> float:

@@ -46,9 +46,7 @@ def orthogonalize(
     if steps < 0:
         raise ValueError(f"steps must be >= 0, got {steps}")
     if len(coefficients) != 3:
-        raise ValueError(
-            f"coefficients must be three numbers (a, b, c), got {coefficients!r}"
-        )
+        raise ValueError(f"coefficients must be three numbers (a, b, c), got {coefficients!r}")
     a, b, c = coefficients
     tall = g.size(0) > g.size(1)
     x = g.to(dtype)
