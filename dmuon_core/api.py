@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from dmuon_core import fsdp2, registry
 from dmuon_core.agreement import Description, agree
 from dmuon_core.boundary import assign_boundaries
-from dmuon_core.comm import CommContext
+from dmuon_core.comm import CommContext, mesh_group
 from dmuon_core.group import DedicatedParamGroup
+from dmuon_core.mesh import data_parallel_mesh, mesh_device
 from dmuon_core.module_states import sync_module_states as broadcast_module_states
-from dmuon_core.owned_tensor import OwnedTensor, empty_like_non_owner
+from dmuon_core.owned_tensor import OwnedTensor, Owner, empty_like_non_owner, holds
 from dmuon_core.param import DedicatedParam, Slot
 from dmuon_core.partition import Assignment, MatrixSpec, compute_balanced_assignment
 from dmuon_core.runtime import DedicatedModel
@@ -44,9 +44,11 @@ def dedicate_params(
     mesh: DeviceMesh | None = None,
     predicate: Callable[[str, nn.Parameter], bool] | None = None,
     *,
+    replicate_mesh: DeviceMesh | None = None,
     hook_boundary_predicate: Callable[[nn.Module], bool] | None = None,
     hook_boundary_strict: bool = True,
     reshard_after_forward: bool = True,
+    replicate_async: bool = True,
     mp_policy: MixedPrecisionPolicy | None = None,
     master_dtype: torch.dtype | None = torch.float32,
     sync_module_states: bool = True,
@@ -58,15 +60,19 @@ def dedicate_params(
 
     Args:
         model: plain module with its parameters on the mesh's device, on the CPU, or on meta.
-        mesh: 1-D data-parallel mesh; None for all processes of the default group, which is created if there is none
-            (by the launcher's environment, or for this process alone).
+        mesh: data-parallel mesh, 1-D, or 2-D (replicate, shard) for HSDP as in ``fully_shard``; None for all
+            processes of the default group, which is created if there is none (by the launcher's environment, or for
+            this process alone).
         predicate: ``(fqn, parameter) -> bool`` chooses the targets; None for the matrices of hidden layers, see
             :func:`dmuon_core.targets.muon_targets`.
+        replicate_mesh: for HSDP in two arguments: ``mesh["shard"]`` and ``mesh["replicate"]`` of one 2-D mesh.
         hook_boundary_predicate: ``(module) -> bool`` chooses the modules that unshard their targets: for each target
             its lowest ancestor for which it is true. None for the repeated blocks of the module tree.
         hook_boundary_strict: whether a target without such an ancestor is an error.
         reshard_after_forward: True frees the weights after forward and broadcasts them again for backward (Z3); False
             keeps them until backward (Z2).
+        replicate_async: whether the owners' new weights reach their replicas behind the next forward (HSDP). False
+            waits in the optimizer's step, to look for a slow link.
         mp_policy: ``param_dtype`` is what is broadcast and computed with (default: the parameter's dtype),
             ``reduce_dtype`` what gradients are reduced in (default: at least float32).
         master_dtype: least precise dtype of owned weights, gradients and momentum at rest; None keeps the parameter's.
@@ -77,17 +83,12 @@ def dedicate_params(
 
     Raises:
         ValueError: the predicate matches nothing; a target is already sharded, owned, of a wrong dtype or on a wrong
-            device; no module satisfies a strict ``hook_boundary_predicate``; the mesh has more than one dimension.
+            device; no module satisfies a strict ``hook_boundary_predicate``; the mesh is of another form.
         RuntimeError: ranks disagree, or another rank raised. All of these on every rank.
     """
-    mesh = _default_mesh(model) if mesh is None else mesh
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"dedicate_params needs a 1-D data-parallel mesh, got {mesh.ndim} dimensions {mesh.mesh_dim_names}: pass "
-            "one of them, such as mesh['shard']"
-        )
-    group = mesh.get_group(0)
-    device = _mesh_device(mesh)
+    mesh = data_parallel_mesh(mesh, replicate_mesh)
+    device = mesh_device(mesh)
+    group = mesh.get_group(0) if mesh.ndim == 1 else mesh_group(mesh, device, "dmuon_setup")
 
     def plan() -> tuple[_Plan, Description]:
         _check_not_dedicated(model)
@@ -96,13 +97,12 @@ def dedicate_params(
             _check_target(fqn, param, device)
         boundaries = assign_boundaries(model, targets, hook_boundary_predicate, hook_boundary_strict)
         specs = [MatrixSpec(fqn, tuple(targets[fqn].shape), layer) for layer, _, fqns in boundaries for fqn in fqns]
-        assignment = compute_balanced_assignment(specs, mesh.size())
+        assignment = compute_balanced_assignment(specs, mesh.size(), shard_size=mesh.size(mesh.ndim - 1))
         description = _describe_model(model)
         description += [(f"whether '{fqn}' is a Muon target", True) for fqn in targets]
         description += [(f"the hook module of '{fqn}'", layer) for layer, _, fqns in boundaries for fqn in fqns]
-        description += [
-            ("the arguments", (reshard_after_forward, str(mp_policy), str(master_dtype), sync_module_states))
-        ]
+        arguments = (reshard_after_forward, replicate_async, str(mp_policy), str(master_dtype), sync_module_states)
+        description += [("the arguments", arguments)]
         description += [("the assignment of owners", assignment.digest())]
         return _Plan(boundaries, targets, assignment), description
 
@@ -121,7 +121,7 @@ def dedicate_params(
             for fqn in fqns
         ]  # fmt: skip
         groups.append(DedicatedParamGroup(index, layer, module, params, comm))
-    dedicated = DedicatedModel(model, mesh, groups, agreed.assignment, comm, reshard_after_forward)
+    dedicated = DedicatedModel(model, mesh, groups, agreed.assignment, comm, reshard_after_forward, replicate_async)
     registry.register(model, dedicated)
     return dedicated
 
@@ -200,23 +200,6 @@ def _wrap_method(model: nn.Module, name: str, run: Callable[..., Any]) -> None:
     setattr(model, name, wrapped)
 
 
-def _default_mesh(model: nn.Module) -> DeviceMesh:
-    if not dist.is_initialized():
-        if dist.is_torchelastic_launched():
-            dist.init_process_group()
-        else:
-            dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    backends = dist.get_backend_config()
-    device_type = "cuda" if "cuda" in backends and torch.cuda.is_available() else "cpu"
-    return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("shard",))
-
-
-def _mesh_device(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
-
-
 def _check_not_dedicated(model: nn.Module) -> None:
     for fqn, param in model.named_parameters():
         if isinstance(param, OwnedTensor):
@@ -265,7 +248,7 @@ def _check_target(fqn: str, param: nn.Parameter, device: torch.device) -> None:
 
 def _describe_model(model: nn.Module) -> Description:
     def kind(tensor: torch.Tensor) -> tuple[Any, ...]:
-        return tuple(tensor.shape), str(tensor.dtype), tensor.is_meta, type(tensor).__name__
+        return (tuple(tensor.shape), str(tensor.dtype), tensor.is_meta, type(tensor).__name__)
 
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return [(f"shape, dtype or kind of '{fqn}'", kind(tensor)) for fqn, tensor in tensors]
@@ -297,10 +280,13 @@ def _dedicate_one(
         compute_dtype, torch.float32
     )
     at = torch.device("meta") if param.is_meta else device
-    if mesh.get_local_rank(0) == owner:
+    home: tuple[int, ...] = (owner,) if mesh.ndim == 1 else divmod(owner, mesh.size(1))
+    replicated: Owner = home if mesh.ndim == 1 else (None, home[1])  # every rank of the owner's column keeps the weight
+    if holds(mesh, replicated):
         local = param.detach().to(device=at, dtype=rest_dtype, copy=True).contiguous()
     else:
         local = empty_like_non_owner(param.shape, dtype=rest_dtype, device=at)
-    rest = nn.Parameter(OwnedTensor.wrap(local, param.shape, mesh, (owner,), fqn), requires_grad=param.requires_grad)
+    owned = OwnedTensor.wrap(local, param.shape, mesh, replicated, fqn, home)
+    rest = nn.Parameter(owned, requires_grad=param.requires_grad)
     registry.note_replaced(param, fqn)
     return DedicatedParam(fqn, slots, rest, compute_dtype, reduce_dtype)

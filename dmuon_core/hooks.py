@@ -58,6 +58,7 @@ class GroupHooks:
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if self.phase is Phase.PRE_BACKWARD:  # activation checkpointing recomputes this module for its backward
             self.group.start_computing()
+            self._runtime.hand_over()
             return None
         if self._runtime.is_nested_call(module) and self.group.state is WeightState.COMPUTING:
             self._nested_calls += 1
@@ -66,6 +67,7 @@ class GroupHooks:
         self._runtime.prepare_for_forward(self)
         self.group.start_computing()
         self._runtime.prefetch_for_forward(self)
+        self._runtime.hand_over()
         if not torch.is_grad_enabled():
             return None
         self.awaits_reduce = True
@@ -87,6 +89,7 @@ class GroupHooks:
             self.group.stop_computing()
             if not self._runtime.keep_after_forward(self, grad_enabled):
                 self.group.reshard()
+                self._runtime.hand_over()
         if grad_enabled:
             for tensor in grad_tensors(output):
                 tensor.register_hook(self.pre_backward)
@@ -102,21 +105,20 @@ class GroupHooks:
             self.phase = Phase.PRE_BACKWARD
             self.group.start_computing()
             self._runtime.prefetch_for_backward(self)
+            self._runtime.hand_over()
 
     @torch._dynamo.disable(recursive=True)
     def post_backward(self) -> None:
         """Free the weights and hand the gradients over; on every rank, whether it has gradients or not."""
         self.phase = Phase.POST_BACKWARD
         if not self.group.requires_gradient_sync:
-            self.group.accumulate_grads()
+            self.group.grads.accumulate()
             self.group.reshard()
-            return
-        self.group.reshard()
-        # At most one reduce in flight: its packed buffers are as large as the group.
-        self._runtime.collect_reduce_in_flight()
-        self.group.reduce_grads()
-        self.awaits_reduce = False
-        self._runtime.reduce_in_flight = self.group
+        else:
+            self.group.reshard()
+            self._runtime.reduce(self.group)
+            self.awaits_reduce = False
+        self._runtime.hand_over()
 
     def end_backward(self) -> None:
         """What is left to do for this group when the whole backward is over."""
@@ -127,7 +129,7 @@ class GroupHooks:
 
     def reset(self) -> None:
         """Back to rest after an exception; gradients that had not arrived are lost."""
-        self.group.drop_grads()
+        self.group.grads.drop()
         self.group.reshard()
         self.phase = Phase.IDLE
         self.awaits_reduce = False

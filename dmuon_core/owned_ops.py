@@ -45,12 +45,7 @@ _FILL = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
 _NEW = {aten.new_zeros.default, aten.new_empty.default, aten.new_ones.default, aten.new_full.default}
 _SAME_SHAPE_VIEW = {aten.view.default, aten._unsafe_view.default}
 # Reductions that add up over the owners: the nominal Shard(0) placement is exact and DTensor never moves the input.
-_LINEAR_REDUCTION = {
-    aten.linalg_vector_norm.default,
-    aten.norm.Scalar,
-    aten._foreach_norm.Scalar,
-    aten.sum.default,
-}
+_LINEAR_REDUCTION = {aten.linalg_vector_norm.default, aten.norm.Scalar, aten._foreach_norm.Scalar, aten.sum.default}
 # torch.amp: DTensor's own rule works on the local tensors and agrees on found_inf over the mesh.
 _AMP = {aten._amp_foreach_non_finite_check_and_unscale_.default}
 
@@ -142,13 +137,13 @@ def _local_operand(value: Any, reference: OwnedTensor) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(value, OwnedTensor):
-        if value.owner != reference.owner or value.shape != reference.shape:
+        if value.shape != reference.shape or not _covers(value, reference):
             raise RuntimeError(
                 f"owned tensors '{value.fqn}' {tuple(value.shape)} of owner {value.owner} and '{reference.fqn}' "
                 f"{tuple(reference.shape)} of owner {reference.owner} cannot be combined: call .full_tensor() on both "
                 "first"
             )
-        return value._local_tensor
+        return value._local_tensor if reference.is_owner else value._local_tensor[:0]
     if isinstance(value, DTensor):
         if value.dim() != 0:
             raise RuntimeError(
@@ -166,8 +161,29 @@ def _local_operand(value: Any, reference: OwnedTensor) -> Any:
     return value[:0] if has_rows and not reference.is_owner else value
 
 
+def _covers(value: OwnedTensor, reference: OwnedTensor) -> bool:
+    """Whether ``value`` has its data wherever ``reference`` has, as replicated weights have beside a gradient."""
+    pairs = zip(value.owner, reference.owner, strict=True)
+    return value._spec.mesh == reference._spec.mesh and all(mine in (None, theirs) for mine, theirs in pairs)
+
+
+def _most_specific(tensors: list[Any]) -> OwnedTensor | None:
+    """The owned tensor that the fewest ranks hold: where it is, an operation with the others can run."""
+    owned = [t for t in tensors if isinstance(t, OwnedTensor)]
+    return min(owned, key=lambda t: t.owner.count(None), default=None)
+
+
+def _updates_elsewhere(written: Any, reference: OwnedTensor) -> bool:
+    """Whether an in-place operation happens on other ranks only.
+
+    Then this rank's copy stays as it is: replicas of a weight follow by the publish after the optimizer's step.
+    """
+    return isinstance(written, OwnedTensor) and written.owner != reference.owner and not reference.is_owner
+
+
 def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    reference = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, OwnedTensor))
+    reference = _most_specific(tree_leaves((args, kwargs)))
+    assert reference is not None
     out_arg = kwargs.get("out")
     written = args[0] if func._schema.is_mutable and out_arg is None else out_arg
     if written is not None and not isinstance(written, OwnedTensor):
@@ -176,6 +192,8 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             ".full_tensor() first"
         )
     local_args, local_kwargs = tree_map(lambda t: _local_operand(t, reference), (args, kwargs))
+    if _updates_elsewhere(written, reference):
+        return written
     result = func(*local_args, **local_kwargs)
     if written is not None:
         return written
@@ -187,17 +205,19 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     count = next(len(a) for a in args if isinstance(a, (list, tuple)))
     lists = [i for i, a in enumerate(args) if isinstance(a, (list, tuple)) and len(a) == count]
 
-    def reference(k: int) -> OwnedTensor | None:
-        return next((args[i][k] for i in lists if isinstance(args[i][k], OwnedTensor)), None)
-
-    references = [reference(k) for k in range(count)]
+    references = [_most_specific([args[i][k] for i in lists]) for k in range(count)]
     results: list[Any] = [None] * count
     others = [k for k in range(count) if references[k] is None]
     if others:
         picked = [[a[k] for k in others] if i in lists else a for i, a in enumerate(args)]
         for k, value in zip(others, func(*picked, **kwargs) or [], strict=False):
             results[k] = value
-    owned = [(k, ref) for k, ref in enumerate(references) if ref is not None]
+    mutable = func._schema.is_mutable
+    owned = [
+        (k, ref)
+        for k, ref in enumerate(references)
+        if ref is not None and not (mutable and _updates_elsewhere(args[0][k], ref))
+    ]
     if owned:
 
         def replicated(value: Any) -> Any:
@@ -209,4 +229,4 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         local_kwargs = {name: replicated(value) for name, value in kwargs.items()}
         for (k, ref), value in zip(owned, func(*local_args, **local_kwargs) or [], strict=False):
             results[k] = ref.like(value)
-    return None if func._schema.is_mutable else results
+    return None if mutable else results

@@ -8,7 +8,7 @@ Because it *is* a DTensor, ``named_parameters()``, ``state_dict()``, gradient cl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils._pytree import tree_leaves
 
 Owner = tuple[int | None, ...]
 """Mesh coordinates of the data, one per mesh dimension; ``None`` means: every rank along that dimension has a copy."""
@@ -31,10 +32,19 @@ class OwnedTensor(DTensor):
     """
 
     _owner: Owner
+    _home: tuple[int, ...]
     _fqn: str
+    _arrival: Callable[[], None] | None
 
     @staticmethod
-    def wrap(local: torch.Tensor, shape: torch.Size, mesh: DeviceMesh, owner: Owner, fqn: str = "") -> OwnedTensor:
+    def wrap(
+        local: torch.Tensor,
+        shape: torch.Size,
+        mesh: DeviceMesh,
+        owner: Owner,
+        fqn: str = "",
+        home: tuple[int, ...] | None = None,
+    ) -> OwnedTensor:
         """Make an OwnedTensor of global ``shape`` from this rank's ``local`` data (no copy). Local, no collective.
 
         Args:
@@ -43,6 +53,7 @@ class OwnedTensor(DTensor):
             mesh: the device mesh that ``owner`` gives coordinates on.
             owner: mesh coordinates of the data.
             fqn: parameter name for error messages.
+            home: coordinates of the one rank that steps the parameter; by default the first one of ``owner``.
 
         Raises:
             ValueError: if ``local`` does not have the shape that this rank must hold.
@@ -57,7 +68,9 @@ class OwnedTensor(DTensor):
         placements: tuple[Placement, ...] = tuple(Replicate() if c is None else Shard(0) for c in owner)
         tensor = OwnedTensor(local, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)
         tensor._owner = owner
+        tensor._home = tuple(0 if c is None else c for c in owner) if home is None else home
         tensor._fqn = fqn
+        tensor._arrival = None
         return tensor
 
     @property
@@ -75,12 +88,51 @@ class OwnedTensor(DTensor):
         """Whether this rank holds the data."""
         return holds(self._spec.mesh, self._owner)
 
+    @property
+    def home(self) -> tuple[int, ...]:
+        """Mesh coordinates of the one rank that steps the parameter, among those that hold the data."""
+        return self._home
+
+    @property
+    def is_home(self) -> bool:
+        """Whether this rank steps the parameter."""
+        return holds(self._spec.mesh, self._home)
+
     def like(self, local: torch.Tensor) -> OwnedTensor:
         """An OwnedTensor of this one's shape and owner over other local data of any dtype. Local."""
-        return OwnedTensor.wrap(local, self.shape, self._spec.mesh, self._owner, self._fqn)
+        return OwnedTensor.wrap(local, self.shape, self._spec.mesh, self._owner, self._fqn, self._home)
+
+    def at_home(self, local: torch.Tensor) -> OwnedTensor:
+        """An OwnedTensor like this one whose data only its home has, as gradients and optimizer state. Local."""
+        return OwnedTensor.wrap(local, self.shape, self._spec.mesh, self._home, self._fqn)
+
+    def zeros_at_home(self) -> OwnedTensor:
+        """Zeros of this tensor's shape and dtype whose data only its home has. Local."""
+        local = self._local_tensor
+        return self.at_home(torch.zeros_like(local) if self.is_home else local.new_empty((0, *self.shape[1:])))
+
+    def expect(self, arrival: Callable[[], None]) -> None:
+        """Have ``arrival`` called before the data is read or written next: new data is on its way to this rank."""
+        self._arrival = arrival
+
+    def arrive(self) -> None:
+        """Let data that is on its way arrive. Local: waits for what its sender has started."""
+        arrival, self._arrival = getattr(self, "_arrival", None), None
+        if arrival is not None:
+            arrival()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.arrive()
+        return super().__reduce_ex__(protocol)
+
+    def to_local(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """This rank's part: the whole tensor where the data is, 0 rows elsewhere. Local."""
+        self.arrive()
+        return super().to_local(*args, **kwargs)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor on every rank, as a new plain tensor. Collective: one broadcast per owned mesh dimension."""
+        self.arrive()
         local = self._local_tensor.detach()
         full = local.contiguous().clone() if self.is_owner else local.new_empty(self.shape)
         mesh = self._spec.mesh
@@ -92,10 +144,7 @@ class OwnedTensor(DTensor):
         return full
 
     def redistribute(
-        self,
-        device_mesh: DeviceMesh | None = None,
-        placements: Sequence[Placement] | None = None,
-        **kwargs: Any,
+        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **kwargs: Any
     ) -> DTensor:
         """This tensor as a regular DTensor with ``placements`` on its own mesh. Collective."""
         mesh = self._spec.mesh
@@ -132,6 +181,7 @@ class OwnedTensor(DTensor):
         return [ChunkStorageMetadata(offsets=torch.Size([0] * self.dim()), sizes=self.shape)]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        self.arrive()
         return self._local_tensor
 
     def _writes_checkpoint(self) -> bool:
@@ -141,6 +191,9 @@ class OwnedTensor(DTensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         from dmuon_core.owned_ops import dispatch  # at call time: the rules need this class
 
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, OwnedTensor):
+                tensor.arrive()
         return dispatch(func, args, kwargs or {})
 
 
@@ -156,6 +209,8 @@ def empty_like_non_owner(shape: torch.Size, *, dtype: torch.dtype, device: torch
 
 def own_like(value: torch.Tensor, like: OwnedTensor) -> OwnedTensor:
     """``value`` as an OwnedTensor of the owner of ``like``, in the dtype of ``value``.
+
+    Pass ``parameter.zeros_at_home()`` to place optimizer state.
 
     Args:
         value: the full tensor on every rank (or at least on the owner), or any DTensor of the same global shape.

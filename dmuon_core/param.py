@@ -52,12 +52,7 @@ class DedicatedParam:
     """
 
     def __init__(
-        self,
-        fqn: str,
-        slots: list[Slot],
-        rest: nn.Parameter,
-        compute_dtype: torch.dtype,
-        reduce_dtype: torch.dtype,
+        self, fqn: str, slots: list[Slot], rest: nn.Parameter, compute_dtype: torch.dtype, reduce_dtype: torch.dtype
     ) -> None:
         self.fqn = fqn
         self.slots = slots
@@ -79,15 +74,18 @@ class DedicatedParam:
 
     @property
     def owner(self) -> int:
-        """Rank of the owner in the shard dimension of the mesh."""
-        coordinate = self.owned.owner[-1]
-        assert coordinate is not None
-        return coordinate
+        """Rank of the owner in its row of the mesh: the ranks of that column broadcast the weight in their rows."""
+        return self.owned.home[-1]
+
+    @property
+    def owner_replicate(self) -> int:
+        """Rank of the owner in its column of the mesh; 0 on a 1-D mesh."""
+        return self.owned.home[0] if len(self.owned.home) == 2 else 0
 
     @property
     def is_owner(self) -> bool:
         """Whether this rank owns the parameter: only then it steps it."""
-        return self.owned.is_owner
+        return self.owned.is_home
 
     @property
     def shape(self) -> torch.Size:
@@ -197,7 +195,7 @@ class DedicatedParam:
         if local is None:
             local = empty_like_non_owner(self.shape, dtype=self.rest.dtype, device=self.rest.device)
         if self.rest.grad is None:
-            self.rest.grad = self.owned.like(local)
+            self.rest.grad = self.owned.at_home(local)
         else:
             assert isinstance(self.rest.grad, OwnedTensor)
             self.rest.grad._local_tensor.add_(local)

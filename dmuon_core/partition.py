@@ -127,10 +127,7 @@ class Assignment:
 
 
 def compute_balanced_assignment(
-    specs: Iterable[MatrixSpec],
-    num_slots: int,
-    *,
-    ns_steps: int = 5,
+    specs: Iterable[MatrixSpec], num_slots: int, *, shard_size: int | None = None, ns_steps: int = 5
 ) -> Assignment:
     """Give every matrix one owner slot; local, deterministic, independent of the order of `specs`.
 
@@ -138,6 +135,9 @@ def compute_balanced_assignment(
     comes before the load: a slot that has no matrix of the same layer is preferred, so that the broadcasts of
     a layer leave from as many ranks as possible. A layer of k matrices therefore sits on exactly min(k,
     num_slots) slots; once it is on all of them, the load alone decides. Ties go to the lower slot index.
+
+    With `shard_size` the slots are a mesh: slot `k` is shard rank `k % shard_size` of row `k // shard_size`. Slots of
+    one shard rank share the broadcasts of every row, so a layer is spread over shard ranks instead of slots.
 
     Raises ValueError for num_slots < 1, ns_steps < 1 and for a name that occurs twice.
     """
@@ -150,23 +150,26 @@ def compute_balanced_assignment(
         if first.fqn == second.fqn:
             raise ValueError(f"{first.fqn!r} occurs twice. Pass it once: tied weights have one owner.")
 
+    columns = num_slots if shard_size is None else shard_size
+    if num_slots % columns:
+        raise ValueError(f"num_slots={num_slots} is no multiple of shard_size={columns}.")
     cost = {spec.fqn: newton_schulz_flops(spec.shape, ns_steps) for spec in by_name}
     heap = [(0, slot) for slot in range(num_slots)]
-    layer_slots: dict[str, set[int]] = {}
+    layer_columns: dict[str, set[int]] = {}
     owner: dict[str, int] = {}
     for spec in sorted(by_name, key=lambda spec: (-cost[spec.fqn], spec.fqn)):
-        used = layer_slots.setdefault(spec.layer, set())
-        load, slot = _pop_least(heap, used if len(used) < num_slots else set())
+        used = layer_columns.setdefault(spec.layer, set())
+        load, slot = _pop_least(heap, used if len(used) < columns else set(), columns)
         heapq.heappush(heap, (load + cost[spec.fqn], slot))
-        used.add(slot)
+        used.add(slot % columns)
         owner[spec.fqn] = slot
     return Assignment(by_name, tuple(owner[spec.fqn] for spec in by_name), num_slots, ns_steps)
 
 
-def _pop_least(heap: list[tuple[int, int]], avoid: set[int]) -> tuple[int, int]:
-    """Take the least loaded (load, slot) out of the heap whose slot is not to be avoided."""
+def _pop_least(heap: list[tuple[int, int]], avoid: set[int], columns: int) -> tuple[int, int]:
+    """Take the least loaded (load, slot) out of the heap whose column is not to be avoided."""
     passed: list[tuple[int, int]] = []
-    while heap[0][1] in avoid:
+    while heap[0][1] % columns in avoid:
         passed.append(heapq.heappop(heap))
     least = heapq.heappop(heap)
     for entry in passed:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import torch
 import torch.nn as nn
@@ -15,14 +15,20 @@ if TYPE_CHECKING:
     from dmuon_core.runtime import DedicatedModel
 
 _ATTRIBUTE = "_dmuon_dedicated"
-_live: WeakSet[DedicatedModel] = WeakSet()
+_live: list[weakref.ref[DedicatedModel]] = []  # in order of dedication, which all ranks share
 _replaced = WeakIdKeyDictionary()  # parameter that left the model at dedication -> its FQN
 
 
 def register(model: nn.Module, dedicated: DedicatedModel) -> None:
     """Remember ``dedicated`` on its model, and that it is alive."""
     model.__dict__[_ATTRIBUTE] = dedicated
-    _live.add(dedicated)
+    _live.append(weakref.ref(dedicated))
+
+
+def _live_models() -> list[DedicatedModel]:
+    found = [(reference, reference()) for reference in _live]
+    _live[:] = [reference for reference, dedicated in found if dedicated is not None]
+    return [dedicated for _, dedicated in found if dedicated is not None]
 
 
 def note_replaced(param: nn.Parameter, fqn: str) -> None:
@@ -53,14 +59,14 @@ def get_dedicated(model: nn.Module) -> DedicatedModel:
 def drop_pending(params: Iterable[torch.Tensor]) -> None:
     """Forget the gradients of ``params`` that were not reduced, in every dedicated model. Local."""
     params = list(params)
-    for dedicated in list(_live):
+    for dedicated in _live_models():
         dedicated.drop_pending(params)
 
 
 def set_requires_gradient_sync(modules: Iterable[nn.Module], sync: bool) -> None:
     """Set for the groups hooked on ``modules`` whether the next backward reduces their gradients. Local."""
     wanted = set(modules)
-    for dedicated in list(_live):
+    for dedicated in _live_models():
         dedicated.set_requires_gradient_sync(wanted, sync)
 
 
@@ -75,12 +81,12 @@ def _refuse_replaced_params(optimizer: torch.optim.Optimizer, args: Any, kwargs:
                 )
 
 
-def _reshard_after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    # Whatever is unsharded now holds the weights from before the step.
-    for dedicated in list(_live):
-        dedicated.reshard_after_step()
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    param_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for dedicated in _live_models():
+        dedicated.after_step(param_ids)
 
 
 # For every optimizer, ours or not.
 register_optimizer_step_pre_hook(_refuse_replaced_params)
-register_optimizer_step_post_hook(_reshard_after_step)
+register_optimizer_step_post_hook(_after_step)

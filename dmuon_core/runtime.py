@@ -12,10 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dmuon_core import fsdp2
 from dmuon_core.comm import CommContext, CommStats
-from dmuon_core.group import DedicatedParamGroup, ReducedGrad
+from dmuon_core.group import DedicatedParamGroup
 from dmuon_core.hooks import GroupHooks, in_backward
 from dmuon_core.param import DedicatedParam, WeightState
 from dmuon_core.partition import Assignment
+from dmuon_core.reduction import ReducedGrad
+from dmuon_core.streams import Edge
 
 
 class DedicatedModel:
@@ -37,14 +39,17 @@ class DedicatedModel:
         assignment: Assignment,
         comm: CommContext,
         reshard_after_forward: bool,
+        replicate_async: bool,
     ) -> None:
         self.model = model
         self.mesh = mesh
         self.groups = groups
         self.assignment = assignment
         self.reshard_after_forward = reshard_after_forward
-        self.reduce_in_flight: DedicatedParamGroup | None = None
+        self.replicate_async = replicate_async
         self._comm = comm
+        self._reducing: DedicatedParamGroup | None = None  # along its row
+        self._reducing_replicas: DedicatedParamGroup | None = None  # along the column
         self._collected: list[ReducedGrad] = []
         self._entries: list[str] = []  # methods of the model that are running, outermost first
         self._forward_completed = False
@@ -225,29 +230,55 @@ class DedicatedModel:
             order[-1].group.unshard()
             self._count_unsharded(also=order[-1])
 
-    def collect_reduce_in_flight(self) -> None:
-        """Wait for the last group's reduce and keep its result until the end of backward."""
-        if self.reduce_in_flight is not None:
-            group, self.reduce_in_flight = self.reduce_in_flight, None
-            self._collected += group.wait_for_reduce()
+    def reduce(self, group: DedicatedParamGroup) -> None:
+        """Start reducing the group's gradients, and bring what is in flight one step on.
+
+        A group's gradients go along the row during the next group's backward and along the column during the one after
+        it, so at most one group is on each way: its packed buffers are as large as the group.
+        """
+        self._bring_reduces_on()
+        group.grads.start()
+        self._reducing = group
+
+    def _bring_reduces_on(self) -> None:
+        if self._reducing_replicas is not None:
+            group, self._reducing_replicas = self._reducing_replicas, None
+            self._collected += group.grads.wait()
+        if self._reducing is not None:
+            group, self._reducing = self._reducing, None
+            group.grads.go_on_over_replicas()
+            if self._comm.replicate_size == 1:
+                self._collected += group.grads.wait()
+            else:
+                self._reducing_replicas = group
+
+    def _finish_reduces(self) -> list[ReducedGrad]:
+        while self._reducing is not None or self._reducing_replicas is not None:
+            self._bring_reduces_on()
+        collected, self._collected = self._collected, []
+        return collected
 
     @torch._dynamo.disable(recursive=True)
     def _end_of_backward(self) -> None:
         for hooks in reversed(self._hooks):
             hooks.end_backward()
-        self.collect_reduce_in_flight()
-        collected, self._collected = self._collected, []
-        self._add_reduced_grads(collected)
+        self._add_reduced_grads(self._finish_reduces())
         self._backward_order.clear()
         self._prefetched = self._kept = None
         self._end_of_backward_queued = False
+        self.hand_over()
+
+    def hand_over(self) -> None:
+        """The user's operations follow on the current stream; see :class:`dmuon_core.streams.Streams`."""
+        self._comm.streams.hand_over()
 
     def _add_reduced_grads(self, grads: list[ReducedGrad]) -> None:
         """Put the gradients at rest on every rank, for the parameters that had one on any rank, as in one process."""
         if not grads:
             return
         flags = torch.tensor([g.had_local for g in grads], dtype=torch.uint8, device=self._comm.device)
-        self._comm.any_rank(flags).wait()
+        self._comm.streams.wait(self._comm.any_rank(flags), Edge.FLAGS_BEFORE_USE)
+        self.hand_over()
         # A rank that has every gradient itself knows the answer and need not wait for the device.
         exists = [True] * len(grads) if all(g.had_local for g in grads) else flags.bool().tolist()
         for grad, there in zip(grads, exists, strict=True):
@@ -256,8 +287,16 @@ class DedicatedModel:
 
     # At any time
 
-    def reshard_after_step(self) -> None:
-        """Free every buffer, ours and FSDP2's: they hold the weights from before an optimizer step. Local."""
+    def after_step(self, param_ids: set[int]) -> None:
+        """Publish the new weights of the optimizer's parameters, and free every buffer, ours and FSDP2's.
+
+        The buffers hold the weights from before the step. Collective over the columns of a 2-D mesh, else local.
+        """
+        for hooks in self._hooks:
+            if any(id(p.rest) in param_ids for p in hooks.group.params):
+                hooks.group.publication.start()
+                if not self.replicate_async:
+                    hooks.group.publication.wait()
         if in_backward():
             return  # an optimizer that steps in backward, parameter by parameter
         self._pass += 1  # nothing that was unsharded before is fresh, even inside one training_step
@@ -266,6 +305,7 @@ class DedicatedModel:
                 hooks.group.reshard()
         self._prefetched = self._kept = None
         fsdp2.reshard(self.model)
+        self.hand_over()
 
     def reset(self) -> None:
         """Bring everything back to rest after an exception in forward or backward, FSDP2's state too.
@@ -273,8 +313,7 @@ class DedicatedModel:
         Gradients of that iteration that had not arrived at ``.grad`` are lost, including those accumulated under
         ``no_sync``; what had arrived stays until ``zero_grad``. Call it on every rank.
         """
-        self.collect_reduce_in_flight()
-        self._collected = []
+        self._finish_reduces()
         for hooks in self._hooks:
             hooks.reset()
         self._backward_order.clear()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
-from dmuon_core.optim.local import local
+from dmuon_core.optim.local import is_stepped_here, local, zeros_for_state
 
 
 def adamw_update(group: dict[str, Any], state: Any) -> None:
@@ -26,8 +26,9 @@ def adamw_update(group: dict[str, Any], state: Any) -> None:
         if not state[p]:
             dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
             state[p]["step"] = torch.tensor(0.0, dtype=dtype)
-            state[p]["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-            state[p]["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            state[p]["exp_avg"] = zeros_for_state(p)
+            state[p]["exp_avg_sq"] = zeros_for_state(p)
+    params = [p for p in params if is_stepped_here(p)]
     beta1, beta2 = group["betas"]
     adamw(
         [local(p) for p in params],

@@ -32,12 +32,7 @@ GROUP_DEFAULTS: dict[str, dict[str, str]] = {
         "adjust_lr_fn": "adjust_lr_fn",
         "ns_dtype": "ns_dtype",
     },
-    "adamw": {
-        "lr": "adamw_lr",
-        "betas": "adamw_betas",
-        "eps": "adamw_eps",
-        "weight_decay": "adamw_weight_decay",
-    },
+    "adamw": {"lr": "adamw_lr", "betas": "adamw_betas", "eps": "adamw_eps", "weight_decay": "adamw_weight_decay"},
 }
 #: Every name of the tables above, whichever side.
 _ALL_OPTIONS = {name for table in GROUP_DEFAULTS.values() for pair in table.items() for name in pair}

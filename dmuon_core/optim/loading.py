@@ -69,7 +69,7 @@ def place_state(groups: list[dict[str, Any]], state: Any) -> None:
 
 def _placed_like(value: Tensor, p: Tensor) -> Tensor:
     if isinstance(p, OwnedTensor):
-        return own_like(value, p)
+        return own_like(value, p.zeros_at_home())
     if isinstance(p, DTensor):
         if not isinstance(value, DTensor):
             return distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None)

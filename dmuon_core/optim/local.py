@@ -16,6 +16,18 @@ def local(t: Tensor) -> Tensor:
     return t._local_tensor if isinstance(t, DTensor) else t
 
 
+def is_stepped_here(p: Tensor) -> bool:
+    """Whether this rank updates ``p``: only its home does, for an owned parameter; replicas follow later. Local."""
+    return not isinstance(p, OwnedTensor) or p.is_home
+
+
+def zeros_for_state(p: Tensor) -> Tensor:
+    """Zeros for optimizer state of ``p``, placed where ``p`` is updated. Local."""
+    if isinstance(p, OwnedTensor):
+        return p.zeros_at_home()
+    return torch.zeros_like(p, memory_format=torch.preserve_format)
+
+
 def gradient_problem(p: Tensor, algorithm: str) -> str | None:
     """Say why the gradient of ``p`` (not None) cannot be applied, and the remedy; None if it can. Local."""
     grad = p.grad
@@ -33,7 +45,7 @@ def gradient_problem(p: Tensor, algorithm: str) -> str | None:
         )
     if grad.device != p.device:
         return f"its gradient is on {grad.device}, the parameter on {p.device}; zero_grad after moving a model"
-    if _placement(grad) != _placement(p):
+    if _placement(grad) not in (_placement(p), _placement_of_state(p)):
         return (
             f"its gradient is placed as {_placement(grad)}, the parameter as {_placement(p)}; use the "
             "gradient that backward leaves, or give it the parameter's placement"
@@ -46,7 +58,11 @@ def state_problem(p: Tensor, state: dict[str, Any]) -> str | None:
     for key, value in state.items():
         if key == "step" or not isinstance(value, Tensor):
             continue
-        if value.shape != p.shape or local(value).shape != local(p).shape or value.device != p.device:
+        if (
+            value.shape != p.shape
+            or (is_stepped_here(p) and local(value).shape != local(p).shape)
+            or value.device != p.device
+        ):
             return (
                 f"its state {key!r} has shape {_shapes(value)} on {value.device}, the parameter {_shapes(p)} "
                 f"on {p.device}; build the optimizer after moving or replacing parameters, or reload its "
@@ -58,6 +74,10 @@ def state_problem(p: Tensor, state: dict[str, Any]) -> str | None:
 def _shapes(t: Tensor) -> str:
     part = f" ({tuple(local(t).shape)} on this rank)" if isinstance(t, DTensor) else ""
     return f"{tuple(t.shape)}{part}"
+
+
+def _placement_of_state(p: Tensor) -> tuple[Any, ...]:
+    return ("owned by", p.home, p.device_mesh) if isinstance(p, OwnedTensor) else _placement(p)
 
 
 def _placement(t: Tensor) -> tuple[Any, ...]:

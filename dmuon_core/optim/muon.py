@@ -23,7 +23,7 @@ from dmuon_core.optim.groups import (
     param_label,
 )
 from dmuon_core.optim.loading import adopt_groups, check_loaded_state, place_state
-from dmuon_core.optim.local import gradient_problem, local, state_problem
+from dmuon_core.optim.local import gradient_problem, is_stepped_here, local, state_problem, zeros_for_state
 from dmuon_core.registry import drop_pending
 
 ParamsT = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
@@ -192,9 +192,9 @@ def muon_update(group: dict[str, Any], state: Any) -> None:
         if p.grad is None:
             continue
         if "momentum_buffer" not in state[p]:
-            state[p]["momentum_buffer"] = torch.zeros_like(p.grad, memory_format=torch.preserve_format)
-        weight, grad, average = local(p), local(p.grad), local(state[p]["momentum_buffer"])
-        if weight.numel() == 0:
+            state[p]["momentum_buffer"] = zeros_for_state(p)
+        weight, grad, average = (local(p), local(p.grad), local(state[p]["momentum_buffer"]))
+        if not is_stepped_here(p) or weight.numel() == 0:
             continue
         average.lerp_(grad, 1 - momentum)
         update = grad.lerp(average, momentum) if group["nesterov"] else average

@@ -1,0 +1,75 @@
+"""Publication: how an owner's new weights reach the replicas of its column after an optimizer step.
+
+Every rank of the owner's column keeps a copy of the weights, because it broadcasts them in its own row. The owner sends
+them on a lane of their own; they are waited for by whatever reads or writes the weights next, usually the group's next
+forward, so that the transfer hides behind the forward of earlier groups. Nothing here does anything on a 1-D mesh.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from dmuon_core.comm import CommContext, check_tag
+from dmuon_core.packing import Packed, by_owner, empty_packed
+from dmuon_core.streams import Edge, Pending
+
+if TYPE_CHECKING:
+    from dmuon_core.group import DedicatedParamGroup
+
+
+class Publication:
+    """The new weights of ``group`` on their way. :meth:`start` is collective over the column, :meth:`wait` is local."""
+
+    def __init__(self, group: DedicatedParamGroup, comm: CommContext) -> None:
+        self._group = group
+        self._comm = comm
+        self._streams = comm.streams
+        self._packed: list[Packed] = []
+        self._pending: Pending | None = None
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether weights were sent and not yet put in place on this rank."""
+        return self._pending is not None
+
+    def start(self) -> None:
+        """Send the weights of this rank's column from their owners."""
+        if self._comm.replicate_size == 1:
+            return
+        self.wait()  # an earlier publication that nothing has read
+        mine = [p for p in self._group.params if p.owner == self._comm.shard_rank]
+        if not mine:
+            return
+        for (owner, replicate, dtype), params in by_owner(mine, lambda p: (p.owner, p.owner_replicate, p.rest.dtype)):
+            packed = empty_packed(owner, replicate, params, dtype, self._group.tag(dtype))
+            self._streams.allocate(packed.buffer)
+            if replicate == self._comm.replicate_rank:
+                pack = partial(packed.pack, lambda param: param.owned._local_tensor)
+                self._streams.current(pack, [packed.buffer])
+            self._packed.append(packed)
+        self._pending = self._comm.publish([(p.buffer, p.owner_replicate) for p in self._packed], self._name)
+        for param in mine:
+            param.owned.expect(self.wait)
+
+    def wait(self) -> None:
+        """Put weights that are on their way in place; a no-op without any."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        packed, self._packed = self._packed, []
+        self._streams.wait(pending, Edge.PUBLISH_BEFORE_USE)
+        for part in packed:
+            if part.owner_replicate != self._comm.replicate_rank:
+                self._streams.current(partial(self._unpack, part), [part.buffer])
+            self._streams.free(part.buffer)
+        self._streams.hand_over()
+
+    @property
+    def _name(self) -> str:
+        return f"publication of the weights of '{self._group.fqn}'"
+
+    def _unpack(self, packed: Packed) -> None:
+        check_tag(packed.buffer, packed.tag, self._name)
+        for param, view in packed.views():
+            param.owned._local_tensor.copy_(view)
