@@ -44,8 +44,15 @@ _RANDOM_FILL = {
 _FILL = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
 _NEW = {aten.new_zeros.default, aten.new_empty.default, aten.new_ones.default, aten.new_full.default}
 _SAME_SHAPE_VIEW = {aten.view.default, aten._unsafe_view.default}
-# Reductions that add up over the owners: the nominal Shard(0) placement is exact and DTensor never moves the input.
-_LINEAR_REDUCTION = {aten.linalg_vector_norm.default, aten.norm.Scalar, aten._foreach_norm.Scalar, aten.sum.default}
+# Reductions to which other ranks' nothing adds nothing: the nominal Shard(0) placement is exact and DTensor never moves
+# the input.
+_REDUCTION = {
+    aten.linalg_vector_norm.default,
+    aten.norm.Scalar,
+    aten._foreach_norm.Scalar,
+    aten.sum.default,
+    aten.any.default,
+}
 # torch.amp: DTensor's own rule works on the local tensors and agrees on found_inf over the mesh.
 _AMP = {aten._amp_foreach_non_finite_check_and_unscale_.default}
 
@@ -58,7 +65,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     if func in _AMP:
         return _as_dtensors(func, args, kwargs, pad_empty=False)
-    if func in _LINEAR_REDUCTION:
+    if func in _REDUCTION:
         return _as_dtensors(func, args, kwargs, pad_empty=True)
     if func._schema.name.startswith("aten::_foreach_"):
         return _foreach(func, args, kwargs)
