@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
@@ -81,6 +83,9 @@ def dedicate_params(
     Returns:
         The state of the dedicated model: groups, owners, counts.
 
+    Warns:
+        UserWarning: on the first rank, if there are fewer matrices than ranks.
+
     Raises:
         ValueError: the predicate matches nothing; a target is already sharded, owned, of a wrong dtype or on a wrong
             device; no module satisfies a strict ``hook_boundary_predicate``; the mesh is of another form.
@@ -107,6 +112,8 @@ def dedicate_params(
         return _Plan(boundaries, targets, assignment), description
 
     agreed = agree(group, plan)
+    if dist.get_rank(group) == 0:
+        _say_who_is_idle(agreed.assignment)
     if sync_module_states:
         broadcast_module_states(model, group, device)
     comm = CommContext(mesh, device)
@@ -246,6 +253,16 @@ def _check_target(fqn: str, param: nn.Parameter, device: torch.device) -> None:
         raise ValueError(f"'{fqn}' is on {param.device}, the mesh is on {device}: move the model there first")
 
 
+def _say_who_is_idle(assignment: Assignment) -> None:
+    idle = len(assignment.idle_slots)
+    if idle:
+        warnings.warn(
+            f"{idle} of {assignment.num_slots} ranks own no matrix, because there are only {len(assignment.specs)}: "
+            "they compute forward and backward like the others and wait while those step",
+            stacklevel=3,
+        )
+
+
 def _describe_model(model: nn.Module) -> Description:
     def kind(tensor: torch.Tensor) -> tuple[Any, ...]:
         return (tuple(tensor.shape), str(tensor.dtype), tensor.is_meta, type(tensor).__name__)
@@ -275,10 +292,6 @@ def _dedicate_one(
     master_dtype: torch.dtype | None,
 ) -> DedicatedParam:
     rest_dtype = param.dtype if master_dtype is None else torch.promote_types(param.dtype, master_dtype)
-    compute_dtype = (mp_policy.param_dtype if mp_policy is not None else None) or param.dtype
-    reduce_dtype = (mp_policy.reduce_dtype if mp_policy is not None else None) or torch.promote_types(
-        compute_dtype, torch.float32
-    )
     at = torch.device("meta") if param.is_meta else device
     home: tuple[int, ...] = (owner,) if mesh.ndim == 1 else divmod(owner, mesh.size(1))
     replicated: Owner = home if mesh.ndim == 1 else (None, home[1])  # every rank of the owner's column keeps the weight
@@ -289,4 +302,5 @@ def _dedicate_one(
     owned = OwnedTensor.wrap(local, param.shape, mesh, replicated, fqn, home)
     rest = nn.Parameter(owned, requires_grad=param.requires_grad)
     registry.note_replaced(param, fqn)
-    return DedicatedParam(fqn, slots, rest, compute_dtype, reduce_dtype)
+    policy = mp_policy or MixedPrecisionPolicy()
+    return DedicatedParam(fqn, slots, rest, param.dtype, policy.param_dtype, policy.reduce_dtype)

@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dmuon_core.streams import Edge, Lane, Pending, make_streams
+
+_groups: dict[Any, dist.ProcessGroup] = {}
 
 TAG_NUMEL = 4
 """Elements at the end of every packed buffer that say which group it belongs to, as base-16 digits.
@@ -119,7 +122,7 @@ class CommContext:
             self._reduces(sent, self._replicate_reduce_group),
             sent,
             what,
-            Edge.GRADS_PACKED_BEFORE_REDUCE,
+            None,  # not after the backward that the current stream has been given since: this shall run beside it
             [(after, Edge.REDUCE_BEFORE_REPLICATE_REDUCE)],
         )
 
@@ -135,6 +138,12 @@ class CommContext:
 
         return self._launch(Lane.REDUCE, collective, [(flags, 0)], what, Edge.FLAGS_BEFORE_REDUCE)
 
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's picklable ``value``. Collective over the whole mesh; the host waits."""
+        values: list[Any] = [None] * dist.get_world_size(self._flag_group)
+        dist.all_gather_object(values, value, group=self._flag_group)
+        return values
+
     @property
     def gradient_divisor(self) -> int:
         """What packed gradients are divided by before they are reduced: 1 where the backend averages."""
@@ -146,7 +155,7 @@ class CommContext:
         collective: Callable[[], list[dist.Work]],
         sent: Sequence[Sent],
         what: str,
-        after_current: Edge,
+        after_current: Edge | None,
         after: Sequence[tuple[Pending, Edge]] = (),
     ) -> Pending:
         buffers = tuple(buffer for buffer, _ in sent)
@@ -156,7 +165,7 @@ class CommContext:
             with _named(what), torch.autograd._unsafe_preserve_version_counter(buffers):
                 return [_NamedWork(work, what) for work in collective()]  # type: ignore[misc]
 
-        return self.streams.launch(lane, named, buffers, after_current=after_current, after=after)
+        return self.streams.launch(lane, what, named, buffers, after_current=after_current, after=after)
 
     def _broadcasts(self, sent: Sequence[Sent], group: dist.ProcessGroup) -> Callable[[], list[dist.Work]]:
         def collective() -> list[dist.Work]:
@@ -248,13 +257,18 @@ def _clone(parent: dist.ProcessGroup, device: torch.device, description: str) ->
 
 
 def _new_group(ranks: list[int], like: dist.ProcessGroup, device: torch.device, description: str) -> dist.ProcessGroup:
-    """A new process group with the backend and timeout of ``like``."""
-    group = dist.new_group(
-        ranks,
-        timeout=like._get_backend(device).options._timeout,
-        backend=dist.get_backend(like),
-        use_local_synchronization=True,
-        group_desc=description,
-    )
-    assert isinstance(group, dist.ProcessGroup)
+    """A process group with the backend and timeout of ``like``, shared by all models that ask for the same one.
+
+    Models may share it because all ranks run them in the same order; sockets and communicators are not released before
+    the default group is.
+    """
+    timeout, backend = like._get_backend(device).options._timeout, dist.get_backend(like)
+    key = (tuple(ranks), description, backend, timeout)
+    group = _groups.get(key)
+    if group is None or group not in dist.distributed_c10d._world.pg_map:  # not made yet, or destroyed
+        group = dist.new_group(
+            ranks, timeout=timeout, backend=backend, use_local_synchronization=True, group_desc=description
+        )
+        assert isinstance(group, dist.ProcessGroup)
+        _groups[key] = group
     return group

@@ -70,8 +70,9 @@ class DedicatedParamGroup:
         """Allocate the buffers and start the owners' broadcasts; a no-op if that happened already."""
         if self.is_unsharded:
             return
+        self.publication.wait()  # first, so that it cannot reach parameters that have replaced those it was sent for
         self._build_buffers()
-        self.publication.wait()
+        self.publication.catch_up()
         for bucket in self._buckets:
             self._streams.allocate(bucket.buffer)
             if bucket.owner == self._comm.shard_rank:
@@ -120,6 +121,15 @@ class DedicatedParamGroup:
         for param in self.params:
             param.move_to(state)
 
+    def _check_gradient_in_time(self, param: DedicatedParam, _: torch.Tensor) -> None:
+        if self.state in (WeightState.SHARDED, WeightState.UNSHARDING):
+            raise RuntimeError(
+                f"'{param.fqn}' got a gradient outside the backward of '{self.fqn}': the loss has a term that this "
+                "module computes and does not return (it keeps it on itself, say), so its weights were not there for "
+                "it. Return the term with the module's output, or choose an enclosing module with "
+                "dedicate_params(hook_boundary_predicate=...)"
+            )
+
     @property
     def _broadcast_name(self) -> str:
         return f"broadcast of the weights of '{self.fqn}'"
@@ -144,5 +154,6 @@ class DedicatedParamGroup:
                 self._streams.allocate(bucket.buffer)  # views need storage to be made
                 for param, view in bucket.views():
                     param.unsharded = nn.Parameter(view, requires_grad=param.rest.requires_grad)
+                    param.unsharded.register_post_accumulate_grad_hook(partial(self._check_gradient_in_time, param))
                 self._streams.free(bucket.buffer)
                 self._buckets.append(bucket)

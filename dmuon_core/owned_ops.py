@@ -17,9 +17,8 @@ from dmuon_core.owned_tensor import OwnedTensor
 
 aten = torch.ops.aten
 
+_ALIAS = {aten.detach.default, aten.alias.default}
 _LIKE = {
-    aten.detach.default,
-    aten.alias.default,
     aten.clone.default,
     aten.lift_fresh.default,
     aten._to_copy.default,
@@ -53,8 +52,8 @@ _REDUCTION = {
     aten.sum.default,
     aten.any.default,
 }
-# torch.amp: DTensor's own rule works on the local tensors and agrees on found_inf over the mesh.
-_AMP = {aten._amp_foreach_non_finite_check_and_unscale_.default}
+# DTensor's own rule is right on the local tensors as they are. torch.amp's agrees on found_inf over the mesh.
+_AS_DTENSOR = {aten._amp_foreach_non_finite_check_and_unscale_.default, aten.all.default}
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -63,16 +62,18 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     Raises:
         NotImplementedError: for an operation that has no meaning on a tensor that lives on one rank.
     """
-    if func in _AMP:
+    if func in _AS_DTENSOR:
         return _as_dtensors(func, args, kwargs, pad_empty=False)
     if func in _REDUCTION:
         return _as_dtensors(func, args, kwargs, pad_empty=True)
-    if func._schema.name.startswith("aten::_foreach_"):
+    if func._schema.name.startswith(("aten::_foreach_", "aten::_fused_")):  # fused optimizers take lists as well
         return _foreach(func, args, kwargs)
     if func is aten.copy_.default:
         return _copy_(*args[:2])
     owned = args[0] if args and isinstance(args[0], OwnedTensor) else None
     if owned is not None:
+        if func in _ALIAS:
+            return owned.alias(func(owned._local_tensor))
         if func in _LIKE:
             return owned.like(func(owned._local_tensor, *args[1:], **kwargs))
         if func in _RANDOM_LIKE:
@@ -81,7 +82,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _RANDOM_FILL:
             return _random_fill(func, owned, args[1:], kwargs)
         if func in _SAME_SHAPE_VIEW and tuple(args[1]) == tuple(owned.shape):
-            return owned.like(owned._local_tensor.view_as(owned._local_tensor))
+            return owned.alias(owned._local_tensor.view_as(owned._local_tensor))
         if func in _NEW and tuple(args[1]) == tuple(owned.shape):
             return owned.like(func(owned._local_tensor, owned._local_tensor.shape, *args[2:], **kwargs))
         if func in _NEW and len(args[1]) == 0:  # 0-dim scratch values, for example of optimizers
@@ -122,6 +123,8 @@ def _random_fill(func: Any, owned: OwnedTensor, args: tuple[Any, ...], kwargs: d
     # Non-owners draw into scratch, so that the generators of all ranks advance as in one process.
     local = owned._local_tensor
     func(local if owned.is_owner else local.new_empty(owned.shape), *args, **kwargs)
+    if owned.delivery is not None:
+        owned.delivery.due = True  # the replicas' generators may have been seeded differently
     return owned
 
 
@@ -152,12 +155,14 @@ def _local_operand(value: Any, reference: OwnedTensor) -> Any:
             )
         return value._local_tensor if reference.is_owner else value._local_tensor[:0]
     if isinstance(value, DTensor):
-        if value.dim() != 0:
+        if value.dim() == 0:
+            return value.full_tensor()
+        if not all(placement.is_replicate() for placement in value.placements):
             raise RuntimeError(
                 f"the owned parameter '{reference.fqn}' cannot be combined with a sharded DTensor of shape "
                 f"{tuple(value.shape)}: call .full_tensor() on the DTensor first"
             )
-        return value.full_tensor()
+        value = value._local_tensor
     # A plain tensor counts as replicated: every rank has it whole.
     if value.dim() > reference.dim() or torch.broadcast_shapes(value.shape, reference.shape) != reference.shape:
         raise RuntimeError(
@@ -181,11 +186,14 @@ def _most_specific(tensors: list[Any]) -> OwnedTensor | None:
 
 
 def _updates_elsewhere(written: Any, reference: OwnedTensor) -> bool:
-    """Whether an in-place operation happens on other ranks only.
+    """Whether an in-place operation happens on other ranks only, because only those have all that it needs.
 
     Then this rank's copy stays as it is: replicas of a weight follow by the publish after the optimizer's step.
     """
-    return isinstance(written, OwnedTensor) and written.owner != reference.owner and not reference.is_owner
+    if not isinstance(written, OwnedTensor) or written.owner == reference.owner:
+        return False
+    written.leave_to_home()
+    return not reference.is_owner
 
 
 def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

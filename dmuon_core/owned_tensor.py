@@ -9,10 +9,12 @@ Because it *is* a DTensor, ``named_parameters()``, ``state_dict()``, gradient cl
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,6 +24,19 @@ from torch.utils._pytree import tree_leaves
 
 Owner = tuple[int | None, ...]
 """Mesh coordinates of the data, one per mesh dimension; ``None`` means: every rank along that dimension has a copy."""
+
+
+@dataclass
+class Delivery:
+    """How the replicas of a weight get its home's data; one object for the weight and all aliases of it.
+
+    Attributes:
+        arrival: waits for data on its way to this rank and puts it in place; None if there is none.
+        due: whether replicas may differ from the home until it sends its data.
+    """
+
+    arrival: Callable[[], None] | None = None
+    due: bool = True
 
 
 class OwnedTensor(DTensor):
@@ -34,7 +49,7 @@ class OwnedTensor(DTensor):
     _owner: Owner
     _home: tuple[int, ...]
     _fqn: str
-    _arrival: Callable[[], None] | None
+    _delivery: Delivery | None
 
     @staticmethod
     def wrap(
@@ -70,7 +85,7 @@ class OwnedTensor(DTensor):
         tensor._owner = owner
         tensor._home = tuple(0 if c is None else c for c in owner) if home is None else home
         tensor._fqn = fqn
-        tensor._arrival = None
+        tensor._delivery = None
         return tensor
 
     @property
@@ -98,6 +113,11 @@ class OwnedTensor(DTensor):
         """Whether this rank steps the parameter."""
         return holds(self._spec.mesh, self._home)
 
+    def lives_with(self, other: OwnedTensor) -> bool:
+        """Whether both have their data, and their home, on the same ranks of one mesh."""
+        mine, theirs = ((t._owner, t._home, t._spec.mesh) for t in (self, other))
+        return mine == theirs
+
     def like(self, local: torch.Tensor) -> OwnedTensor:
         """An OwnedTensor of this one's shape and owner over other local data of any dtype. Local."""
         return OwnedTensor.wrap(local, self.shape, self._spec.mesh, self._owner, self._fqn, self._home)
@@ -111,15 +131,38 @@ class OwnedTensor(DTensor):
         local = self._local_tensor
         return self.at_home(torch.zeros_like(local) if self.is_home else local.new_empty((0, *self.shape[1:])))
 
-    def expect(self, arrival: Callable[[], None]) -> None:
-        """Have ``arrival`` called before the data is read or written next: new data is on its way to this rank."""
-        self._arrival = arrival
+    @property
+    def delivery(self) -> Delivery | None:
+        """How replicas get the home's data; None for what is not a weight, such as gradients and optimizer state."""
+        found = getattr(self, "_delivery", None)
+        if found is None and isinstance(self, nn.Parameter):
+            found = self._delivery = Delivery()
+        return found
+
+    def alias(self, local: torch.Tensor) -> OwnedTensor:
+        """An OwnedTensor of this one over ``local``, which shares its storage. Local."""
+        tensor = self.like(local)
+        tensor._delivery = self.delivery
+        return tensor
 
     def arrive(self) -> None:
         """Let data that is on its way arrive. Local: waits for what its sender has started."""
-        arrival, self._arrival = getattr(self, "_arrival", None), None
-        if arrival is not None:
+        delivery = getattr(self, "_delivery", None)
+        if delivery is not None and delivery.arrival is not None:
+            arrival, delivery.arrival = delivery.arrival, None
             arrival()
+
+    def leave_to_home(self) -> None:
+        """Note an in-place operation that only the home can do. Local; every rank runs the same operations.
+
+        Replicas of a weight then follow later. Anything else, such as an optimizer's moments that were made like the
+        weight, belongs to the home alone from now on.
+        """
+        if self.delivery is not None:
+            self.delivery.due = True
+            return
+        mine = self.at_home(self._local_tensor if self.is_home else self._local_tensor.new_empty((0, *self.shape[1:])))
+        self._local_tensor, self._spec, self._owner = mine._local_tensor, mine._spec, mine._owner
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self.arrive()
@@ -131,8 +174,17 @@ class OwnedTensor(DTensor):
         return super().to_local(*args, **kwargs)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """The whole tensor on every rank, as a new plain tensor. Collective: one broadcast per owned mesh dimension."""
+        """The whole tensor on every rank, as a new plain tensor. Collective: one broadcast per owned mesh dimension.
+
+        Differentiable, as DTensor's: the gradient of the result, which every rank computes for itself, is taken as it
+        is by the home.
+        """
         self.arrive()
+        if torch.is_grad_enabled() and self.requires_grad:
+            return _FullTensor.apply(self)
+        return self._gather()
+
+    def _gather(self) -> torch.Tensor:
         local = self._local_tensor.detach()
         full = local.contiguous().clone() if self.is_owner else local.new_empty(self.shape)
         mesh = self._spec.mesh
@@ -185,7 +237,7 @@ class OwnedTensor(DTensor):
         return self._local_tensor
 
     def _writes_checkpoint(self) -> bool:
-        return holds(self._spec.mesh, tuple(0 if c is None else c for c in self._owner))
+        return self.is_home
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -195,6 +247,19 @@ class OwnedTensor(DTensor):
             if isinstance(tensor, OwnedTensor):
                 tensor.arrive()
         return dispatch(func, args, kwargs or {})
+
+
+class _FullTensor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, owned: OwnedTensor) -> torch.Tensor:
+        ctx.owned = owned.detach()
+        return owned._gather()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> OwnedTensor:
+        owned: OwnedTensor = ctx.owned
+        grad = grad.to(owned.dtype)
+        return owned.at_home(grad.contiguous() if owned.is_home else grad.new_empty((0, *owned.shape[1:])))
 
 
 def holds(mesh: DeviceMesh, owner: Owner) -> bool:
@@ -226,7 +291,7 @@ def own_like(value: torch.Tensor, like: OwnedTensor) -> OwnedTensor:
             f"'{like.fqn}' has shape {tuple(like.shape)}, the value to own has {tuple(value.shape)}: "
             "it belongs to another model"
         )
-    if isinstance(value, OwnedTensor) and value.owner == like.owner and value._spec.mesh == like._spec.mesh:
+    if isinstance(value, OwnedTensor) and value.lives_with(like):
         return value
     full = value.full_tensor() if isinstance(value, DTensor) else value
     if like.is_owner:

@@ -8,6 +8,7 @@ import torch
 import torch.nn as nn
 
 from dmuon_core.owned_tensor import OwnedTensor, empty_like_non_owner, own_like
+from dmuon_core.registry import note_replaced
 
 Slot = tuple[nn.Module, str]
 """A place where a parameter is registered: ``module._parameters[name]``. Tied weights have several."""
@@ -52,19 +53,31 @@ class DedicatedParam:
     """
 
     def __init__(
-        self, fqn: str, slots: list[Slot], rest: nn.Parameter, compute_dtype: torch.dtype, reduce_dtype: torch.dtype
+        self,
+        fqn: str,
+        slots: list[Slot],
+        rest: nn.Parameter,
+        dtype: torch.dtype,
+        param_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
     ) -> None:
         self.fqn = fqn
         self.slots = slots
         self.rest = rest
-        self.compute_dtype = compute_dtype
-        self.reduce_dtype = reduce_dtype
         self.unsharded: nn.Parameter | None = None
         self.weight_state = WeightState.SHARDED
         self.grad_state = GradState.LOCAL
+        self._policy = (param_dtype, reduce_dtype)
         self._rest_dtype = rest.dtype
         self._accumulated: torch.Tensor | None = None
+        self._set_dtypes(dtype)
         self.show_rest()
+
+    def _set_dtypes(self, dtype: torch.dtype) -> None:
+        """Choose for a model of ``dtype`` what the policy leaves open."""
+        param_dtype, reduce_dtype = self._policy
+        self.compute_dtype = param_dtype or dtype
+        self.reduce_dtype = reduce_dtype or torch.promote_types(self.compute_dtype, torch.float32)
 
     @property
     def owned(self) -> OwnedTensor:
@@ -150,16 +163,17 @@ class DedicatedParam:
         module, name = self.slots[0]
         found = module._parameters[name]
         if found is not self.rest and found is not self.unsharded and found is not None:
-            if not (isinstance(found, OwnedTensor) and found.owner == self.owned.owner):
+            if not (isinstance(found, OwnedTensor) and found.lives_with(self.owned)):
                 data = own_like(found.detach(), self.owned)
                 found = nn.Parameter(data.to(self.rest.dtype), requires_grad=found.requires_grad)
             elif found.shape != self.shape:
                 raise ValueError(f"'{self.fqn}' was replaced by a parameter of shape {tuple(found.shape)}")
+            note_replaced(self.rest, self.fqn)
             self.rest = found
             self.show_rest()
         if self.rest.dtype != self._rest_dtype:  # module.to(dtype) after dedication sets the compute dtype too
-            self._rest_dtype = self.compute_dtype = self.rest.dtype
-            self.reduce_dtype = torch.promote_types(self.compute_dtype, torch.float32)
+            self._rest_dtype = self.rest.dtype
+            self._set_dtypes(self.rest.dtype)
 
     # Gradients
 
@@ -199,3 +213,5 @@ class DedicatedParam:
         else:
             assert isinstance(self.rest.grad, OwnedTensor)
             self.rest.grad._local_tensor.add_(local)
+        for hook in list((getattr(self.rest, "_post_accumulate_grad_hooks", None) or {}).values()):
+            hook(self.rest)  # autograd runs them on the plain parameter only, where nobody can register one

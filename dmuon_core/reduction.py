@@ -41,16 +41,20 @@ class GradReduction:
         self._packed: list[Packed] = []
         self._had_local: dict[DedicatedParam, bool] = {}
         self._pending: Pending | None = None
+        self._in_window: set[DedicatedParam] = set()  # trainable in a backward that sent nothing
 
     def accumulate(self) -> None:
         """Keep this backward's gradients on this rank. Local."""
+        self._in_window |= {p for p in self._group.params if p.rest.requires_grad}
         for param in self._group.params:
             if param.unsharded is not None:
                 param.accumulate_local_grad()
 
     def start(self) -> None:
         """Pack this rank's gradients and start averaging them along the row."""
-        trainable = [p for p in self._group.params if p.rest.requires_grad]
+        # One that was frozen inside a window is sent too: its gradient would come out of a later step.
+        trainable = [p for p in self._group.params if p.rest.requires_grad or p in self._in_window]
+        self._in_window.clear()
         if not trainable:
             return
         self._had_local = {param: param.has_local_grad for param in trainable}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,6 +62,24 @@ def drop_pending(params: Iterable[torch.Tensor]) -> None:
     params = list(params)
     for dedicated in _live_models():
         dedicated.drop_pending(params)
+
+
+@contextmanager
+def publishing_as_updated(params: Iterable[torch.Tensor]) -> Iterator[Callable[[torch.Tensor], None]]:
+    """For an optimizer step over ``params``: call what this gives with each parameter that is updated for good.
+
+    The new weights of a group then travel to their replicas while others are still being updated. An optimizer that
+    does not use this has them published at the end of its step. Collective over the columns of a 2-D mesh, else local.
+    """
+    param_ids = {id(p) for p in params}
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(model.publishing_as_updated(param_ids)) for model in _live_models()]
+
+        def updated(param: torch.Tensor) -> None:
+            for listener in listeners:
+                listener(param)
+
+        yield updated
 
 
 def set_requires_gradient_sync(modules: Iterable[nn.Module], sync: bool) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,6 +19,7 @@ from dmuon_core.group import DedicatedParamGroup
 from dmuon_core.hooks import GroupHooks, in_backward
 from dmuon_core.param import DedicatedParam, WeightState
 from dmuon_core.partition import Assignment
+from dmuon_core.publication import EarlyPublication
 from dmuon_core.reduction import ReducedGrad
 from dmuon_core.streams import Edge
 
@@ -64,6 +68,7 @@ class DedicatedModel:
         self._expected = [h for h in self._hooks if h.group.module is not model]
         self._expected = [h for h in self._hooks if h.group.module is model] + self._expected
         self._this_forward: list[GroupHooks] = []
+        self._published_early: set[DedicatedParamGroup] = set()  # by the optimizer step that is ending
         self._backward_order: list[GroupHooks] = []  # of all forwards with grad that have had no backward yet
 
     @property
@@ -75,6 +80,15 @@ class DedicatedModel:
     def stats(self) -> CommStats:
         """Exact counts of collectives and bytes on this rank."""
         return self._comm.stats
+
+    @property
+    def place(self) -> tuple[int, tuple[int, int]]:
+        """This process: its rank, and its (replicate, shard) coordinates on the mesh."""
+        return dist.get_rank(), (self._comm.replicate_rank, self._comm.shard_rank)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's picklable ``value``. Collective over the mesh."""
+        return self._comm.gather(value)
 
     def hooks_on(self, module: nn.Module) -> list[GroupHooks]:
         """The hooks of the groups on ``module``."""
@@ -137,6 +151,7 @@ class DedicatedModel:
             self.reset()
             return
         self._drop_stale_prefetch(None)
+        self.hand_over()
         self._expected = self._this_forward
         if not torch.is_grad_enabled():
             # FSDP2 keeps its root unsharded for a backward that will not come. Until then the model would show
@@ -237,6 +252,8 @@ class DedicatedModel:
         it, so at most one group is on each way: its packed buffers are as large as the group.
         """
         self._bring_reduces_on()
+        if self._reducing_replicas is group:  # a module that is used more than once
+            self._bring_reduces_on()
         group.grads.start()
         self._reducing = group
 
@@ -276,29 +293,54 @@ class DedicatedModel:
         """Put the gradients at rest on every rank, for the parameters that had one on any rank, as in one process."""
         if not grads:
             return
-        flags = torch.tensor([g.had_local for g in grads], dtype=torch.uint8, device=self._comm.device)
-        self._comm.streams.wait(self._comm.any_rank(flags), Edge.FLAGS_BEFORE_USE)
+        streams = self._comm.streams
+        mine = torch.tensor([g.had_local for g in grads], dtype=torch.uint8, device=self._comm.device)
+        flags = torch.empty_like(mine)
+        streams.allocate(flags)
+        streams.current(partial(flags.copy_, mine), [flags])
+        streams.wait(self._comm.any_rank(flags), Edge.FLAGS_BEFORE_USE)
         self.hand_over()
         # A rank that has every gradient itself knows the answer and need not wait for the device.
         exists = [True] * len(grads) if all(g.had_local for g in grads) else flags.bool().tolist()
+        streams.free(flags)
         for grad, there in zip(grads, exists, strict=True):
             if there:
                 grad.param.add_reduced_grad(grad.local)
 
     # At any time
 
+    @contextmanager
+    def publishing_as_updated(self, param_ids: set[int]) -> Iterator[Callable[[torch.Tensor], None]]:
+        """See :func:`dmuon_core.registry.publishing_as_updated`. Does nothing with a synchronous publish."""
+        if self._comm.replicate_size == 1 or not self.replicate_async:
+            yield lambda param: None
+            return
+        early = EarlyPublication(self.groups, param_ids)
+
+        def updated(param: torch.Tensor) -> None:
+            if early.updated(param):
+                self.hand_over()
+
+        yield updated
+        self._published_early = early.published  # not after an exception: then no step has ended
+
     def after_step(self, param_ids: set[int]) -> None:
         """Publish the new weights of the optimizer's parameters, and free every buffer, ours and FSDP2's.
 
         The buffers hold the weights from before the step. Collective over the columns of a 2-D mesh, else local.
         """
-        for hooks in self._hooks:
-            if any(id(p.rest) in param_ids for p in hooks.group.params):
-                hooks.group.publication.start()
-                if not self.replicate_async:
-                    hooks.group.publication.wait()
+        published, self._published_early = self._published_early, set()
+        stepped = [group for group in self.groups if any(id(p.rest) in param_ids for p in group.params)]
+        for group in stepped:
+            if group not in published:
+                group.publication.start()
+        if not self.replicate_async:
+            for group in stepped:
+                group.publication.wait()
         if in_backward():
+            self.hand_over()
             return  # an optimizer that steps in backward, parameter by parameter
+        self._backward_order.clear()  # graphs from before the step have had their backward, or never will
         self._pass += 1  # nothing that was unsharded before is fresh, even inside one training_step
         for hooks in self._hooks:
             if hooks.group.state is not WeightState.COMPUTING:
@@ -320,6 +362,7 @@ class DedicatedModel:
         self._prefetched = self._kept = None
         self._entries = []
         self._end_of_backward_queued = False
+        self.hand_over()
         fsdp2.reset(self.model)
 
     def settle(self) -> None:

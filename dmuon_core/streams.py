@@ -70,15 +70,22 @@ class Streams(ABC):
     def launch(
         self,
         lane: Lane,
+        name: str,
         collective: Callable[[], list[dist.Work]],
         buffers: Sequence[torch.Tensor],
         *,
-        after_current: Edge,
+        after_current: Edge | None,
         after: Sequence[tuple[Pending, Edge]] = (),
     ) -> Pending:
-        """Run ``collective``, which reads and writes ``buffers``, on ``lane``."""
+        """Run ``collective``, which reads and writes ``buffers``, on ``lane``.
 
-    def current(self, work: Callable[[], None], buffers: Sequence[torch.Tensor] = ()) -> None:
+        Args:
+            name: says what is sent, for people.
+            after_current: why the current stream's work so far comes before it; None if ``after`` says enough.
+            after: other collectives that come before it, and why.
+        """
+
+    def current(self, work: Callable[[], object], buffers: Sequence[torch.Tensor] = ()) -> None:
         """Run ``work``, which reads or writes ``buffers``, on the current stream."""
         work()
 
@@ -121,10 +128,11 @@ class CpuStreams(Streams):
     def launch(
         self,
         lane: Lane,
+        name: str,
         collective: Callable[[], list[dist.Work]],
         buffers: Sequence[torch.Tensor],
         *,
-        after_current: Edge,
+        after_current: Edge | None,
         after: Sequence[tuple[Pending, Edge]] = (),
     ) -> Pending:
         for pending, _ in after:
@@ -154,14 +162,16 @@ class CudaStreams(Streams):
     def launch(
         self,
         lane: Lane,
+        name: str,
         collective: Callable[[], list[dist.Work]],
         buffers: Sequence[torch.Tensor],
         *,
-        after_current: Edge,
+        after_current: Edge | None,
         after: Sequence[tuple[Pending, Edge]] = (),
     ) -> Pending:
         stream = self._lanes[lane]
-        stream.wait_stream(torch.cuda.current_stream())
+        if after_current is not None:
+            stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for pending, _ in after:
                 pending.wait()

@@ -24,6 +24,7 @@ def shard_module(
     predicate: Callable[[str, nn.Parameter], bool] | None = None,
     hook_boundary_predicate: Callable[[nn.Module], bool] | None = None,
     reshard_after_forward: bool = True,
+    replicate_async: bool = True,
     mp_policy: MixedPrecisionPolicy | None = None,
     master_dtype: torch.dtype | None = torch.float32,
     forward_methods: Iterable[str] = (),
@@ -36,7 +37,7 @@ def shard_module(
     Args:
         module: the whole model; in Lightning the LightningModule itself, so that parameters that sit directly on it are
             synchronized as well.
-        mesh: 1-D data-parallel mesh.
+        mesh: data-parallel mesh, 1-D or 2-D (replicate, shard).
         forward_methods: methods of ``module`` that a trainer calls instead of its forward.
 
     The other arguments are those of :func:`dmuon_core.dedicate_params`, which says what is raised.
@@ -55,6 +56,7 @@ def shard_module(
         predicate,
         hook_boundary_predicate=hook_boundary_predicate,
         reshard_after_forward=reshard_after_forward,
+        replicate_async=replicate_async,
         mp_policy=mp_policy,
         master_dtype=master_dtype,
     )

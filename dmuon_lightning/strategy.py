@@ -15,9 +15,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from typing_extensions import override
 
@@ -39,6 +40,9 @@ class DMuonStrategy(ModelParallelStrategy):
         hook_boundary_predicate: ``(module) -> bool`` chooses the modules that are unsharded as a unit; None for the
             repeated blocks.
         reshard_after_forward: True frees weights between forward and backward (Z3), False keeps them (Z2).
+        replicate_size: number R of replicas of the model's shards (HSDP). Of N processes, each N / R consecutive ones
+            share one replica; they should sit on one node. 1 shards over all processes.
+        replicate_async: whether new weights reach the replicas behind the next forward; False waits in the step.
         mp_policy: FSDP2's dtype policy, for owned and sharded parameters. ``Trainer(precision=...)`` works without.
         master_dtype: least precise dtype of owned weights, gradients and momentum at rest; None keeps theirs.
         save_distributed_checkpoint: False writes one ordinary checkpoint file, gathered on rank 0; True a folder
@@ -47,7 +51,10 @@ class DMuonStrategy(ModelParallelStrategy):
         timeout: of every collective.
 
     Raises:
-        ValueError: see :func:`dmuon_core.dedicate_params`; in ``setup``, on every rank.
+        MisconfigurationException: in ``setup_environment``, the number of processes is no multiple of
+            ``replicate_size``.
+        ValueError: ``replicate_size`` is below 1. Also, in ``setup`` on every rank, see
+            :func:`dmuon_core.dedicate_params`.
     """
 
     def __init__(
@@ -55,6 +62,8 @@ class DMuonStrategy(ModelParallelStrategy):
         predicate: Callable[[str, nn.Parameter], bool] | None = None,
         hook_boundary_predicate: Callable[[nn.Module], bool] | None = None,
         reshard_after_forward: bool = True,
+        replicate_size: int = 1,
+        replicate_async: bool = True,
         mp_policy: MixedPrecisionPolicy | None = None,
         master_dtype: torch.dtype | None = torch.float32,
         save_distributed_checkpoint: bool = False,
@@ -66,9 +75,13 @@ class DMuonStrategy(ModelParallelStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
+        if replicate_size < 1:
+            raise ValueError(f"DMuonStrategy(replicate_size={replicate_size}): pass 1 or more")
         self._predicate = predicate
         self._hook_boundary_predicate = hook_boundary_predicate
         self._reshard_after_forward = reshard_after_forward
+        self._replicate_size = replicate_size
+        self._replicate_async = replicate_async
         self._mp_policy = mp_policy
         self._master_dtype = master_dtype
 
@@ -77,11 +90,23 @@ class DMuonStrategy(ModelParallelStrategy):
         # The base class's own setup builds a (data, tensor) mesh that is tensor parallel on one node.
         ParallelStrategy.setup_environment(self)
         self._setup_distributed()
-        self._device_mesh = init_device_mesh(
-            self.root_device.type, (self.world_size,), mesh_dim_names=("data_parallel",)
-        )
+        self._device_mesh = self._make_mesh()
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
+
+    def _make_mesh(self) -> DeviceMesh:
+        """A mesh in which "data_parallel" is every process: the base class takes the sampler's arguments from it."""
+        kind, size, replicas = self.root_device.type, self.world_size, self._replicate_size
+        if replicas == 1:
+            return init_device_mesh(kind, (size,), mesh_dim_names=("data_parallel",))
+        if size % replicas:
+            raise MisconfigurationException(
+                f"DMuonStrategy(replicate_size={replicas}) does not divide the number of processes, {size}: choose a "
+                "divisor, such as the number of nodes, or another Trainer(devices=..., num_nodes=...)"
+            )
+        mesh = init_device_mesh(kind, (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))
+        mesh._flatten("data_parallel")
+        return mesh
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -111,6 +136,7 @@ class DMuonStrategy(ModelParallelStrategy):
             predicate=self._predicate,
             hook_boundary_predicate=self._hook_boundary_predicate,
             reshard_after_forward=self._reshard_after_forward,
+            replicate_async=self._replicate_async,
             mp_policy=self._mp_policy,
             master_dtype=self._master_dtype,
             forward_methods=[name for name in _STEP_METHODS if is_overridden(name, self.lightning_module)],

@@ -24,7 +24,7 @@ from dmuon_core.optim.groups import (
 )
 from dmuon_core.optim.loading import adopt_groups, check_loaded_state, place_state
 from dmuon_core.optim.local import gradient_problem, is_stepped_here, local, state_problem, zeros_for_state
-from dmuon_core.registry import drop_pending
+from dmuon_core.registry import drop_pending, publishing_as_updated
 
 ParamsT = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
@@ -146,9 +146,12 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._preflight()
-        for group in self.param_groups:
-            update = adamw_update if group["algorithm"] == "adamw" else muon_update
-            update(group, self.state)
+        with publishing_as_updated(p for group in self.param_groups for p in group["params"]) as updated:
+            for group in self.param_groups:
+                if group["algorithm"] == "adamw":
+                    adamw_update(group, self.state)
+                else:
+                    muon_update(group, self.state, updated)
         return loss
 
     def _preflight(self) -> None:
@@ -178,36 +181,39 @@ class Muon(torch.optim.Optimizer):
         super().__setstate__(state)
 
 
-def muon_update(group: dict[str, Any], state: Any) -> None:
-    """Step every matrix of one Muon group that has a gradient; in place, local, no collective.
+def muon_update(group: dict[str, Any], state: Any, updated: Callable[[Tensor], None]) -> None:
+    """Step every matrix of one Muon group that has a gradient; in place, local, no collective of its own.
 
     ``M = momentum * M + (1 - momentum) * G``, the update is the orthogonalized ``M`` (with nesterov,
     ``(1 - momentum) * G + momentum * M``), and weight decay is decoupled. A rank that holds no rows of a
-    matrix keeps its empty momentum and computes nothing.
+    matrix keeps its empty momentum and computes nothing. Every rank calls ``updated`` with every matrix of
+    the group, in order, when it is done with it.
     """
+    for p in group["params"]:
+        if p.grad is not None:
+            if "momentum_buffer" not in state[p]:
+                state[p]["momentum_buffer"] = zeros_for_state(p)
+            if is_stepped_here(p) and local(p).numel() > 0:
+                _update_matrix(local(p), local(p.grad), local(state[p]["momentum_buffer"]), group)
+        updated(p)
+
+
+def _update_matrix(weight: Tensor, grad: Tensor, average: Tensor, group: dict[str, Any]) -> None:
     lr, momentum = group["lr"], group["momentum"]
     if isinstance(lr, Tensor):
         lr = lr.reshape(())
-    for p in group["params"]:
-        if p.grad is None:
-            continue
-        if "momentum_buffer" not in state[p]:
-            state[p]["momentum_buffer"] = zeros_for_state(p)
-        weight, grad, average = (local(p), local(p.grad), local(state[p]["momentum_buffer"]))
-        if not is_stepped_here(p) or weight.numel() == 0:
-            continue
-        average.lerp_(grad, 1 - momentum)
-        update = grad.lerp(average, momentum) if group["nesterov"] else average
-        with _no_autocast(weight.device.type):
-            update = newton_schulz.orthogonalize(
-                update.flatten(1),
-                group["ns_coefficients"],
-                group["ns_steps"],
-                group["eps"],
-                NS_DTYPES[group["ns_dtype"]],
-            )
-        weight.mul_(1 - lr * group["weight_decay"])
-        weight.add_(update.reshape(weight.shape), alpha=-(lr * update_scale(weight.shape, group["adjust_lr_fn"])))
+    average.lerp_(grad, 1 - momentum)
+    update = grad.lerp(average, momentum) if group["nesterov"] else average
+    with _no_autocast(weight.device.type):
+        update = newton_schulz.orthogonalize(
+            update.flatten(1),
+            group["ns_coefficients"],
+            group["ns_steps"],
+            group["eps"],
+            NS_DTYPES[group["ns_dtype"]],
+        )
+    weight.mul_(1 - lr * group["weight_decay"])
+    weight.add_(update.reshape(weight.shape), alpha=-(lr * update_scale(weight.shape, group["adjust_lr_fn"])))
 
 
 def update_scale(shape: torch.Size, adjust_lr_fn: AdjustLrFn | None) -> float:

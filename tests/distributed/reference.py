@@ -52,6 +52,9 @@ class Recipe:
     boundary: str = ""  # key of BOUNDARIES
     default_targets: bool = False  # let dmuon find the targets
     seed: int = 0
+    replicas: int = 0  # rows of a 2-D mesh (replicate, shard); 0: a 1-D mesh
+    two_meshes: bool = False  # the 2-D mesh is passed as mesh["shard"] and mesh["replicate"]
+    replicate_async: bool = True
 
     def records(self, step: int) -> bool:
         """Whether the gradients of a step are kept: gathering them is most of the time of a long run."""
@@ -65,6 +68,7 @@ class Training:
     norms: list[float] = field(default_factory=list)  # before clipping
     clipped: list[dict[str, Tensor | None]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
+    state: dict[str, Tensor] = field(default_factory=dict)  # of the optimizer, by parameter/key; not of the reference
 
 
 # ------------------------------------------------------------------------------------------------------ the micro-steps
@@ -332,6 +336,8 @@ def dedicate(
     shard: str = "blocks",
     boundary: str = "",
     default_targets: bool = False,
+    replicas: int = 0,
+    two_meshes: bool = False,
     fsdp_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
@@ -341,10 +347,17 @@ def dedicate(
 
     import dmuon_core
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if dist.is_initialized() else None
+    mesh = None
+    if replicas:
+        sizes = (replicas, dist.get_world_size() // replicas)
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
+    elif dist.is_initialized():
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if mesh is not None and two_meshes:
+        options["replicate_mesh"] = mesh["replicate"]
     handle = dmuon_core.dedicate_params(
         model,
-        mesh,
+        mesh["shard"] if mesh is not None and two_meshes else mesh,
         None if default_targets else hidden_matrix,
         hook_boundary_predicate=BOUNDARIES[boundary] if boundary else None,
         reshard_after_forward=zero3,
@@ -374,6 +387,16 @@ def full(tensor: Tensor) -> Tensor:
 
 def full_weights(model: nn.Module) -> dict[str, Tensor]:
     return {plain_name(name): full(p) for name, p in model.named_parameters()}
+
+
+def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Every tensor of the optimizer's state, whole. Collective."""
+    return {
+        f"{plain_name(name)}/{key}": full(value)
+        for name, p in model.named_parameters()
+        for key, value in sorted(optimizer.state.get(p, {}).items())
+        if isinstance(value, Tensor)
+    }
 
 
 def full_grads(model: nn.Module) -> dict[str, Tensor | None]:
@@ -409,12 +432,13 @@ def assert_at_rest(handle: Any) -> None:
     from dmuon_core import OwnedTensor
 
     rank = dist.get_rank() if dist.is_initialized() else 0
+    row, column = divmod(rank, handle.mesh.size(handle.mesh.ndim - 1))  # of a 1-D mesh: row 0
     for group in handle.groups:
         assert not group.is_unsharded, f"{group.fqn} is still unsharded"
         for param in group.params:
             assert isinstance(param.rest, nn.Parameter) and isinstance(param.rest, OwnedTensor), param.fqn
-            rows = param.shape[0] if param.owner == rank else 0
-            assert param.is_owner == (param.owner == rank)
+            rows = param.shape[0] if param.owner == column else 0
+            assert param.is_owner == ((param.owner_replicate, param.owner) == (row, column))
             assert tuple(param.rest._local_tensor.shape) == (rows, *param.shape[1:]), param.fqn
             assert param.rest.shape == param.shape, param.fqn
 
@@ -443,6 +467,9 @@ def train_dmuon(recipe: Recipe) -> Training | None:
         shard=recipe.shard,
         boundary=recipe.boundary,
         default_targets=recipe.default_targets,
+        replicas=recipe.replicas,
+        two_meshes=recipe.two_meshes,
+        replicate_async=recipe.replicate_async,
     )
     called = CHANGES[recipe.after](model) if recipe.after else model
     optimizer, result = make_muon(model), Training()
@@ -465,11 +492,16 @@ def train_dmuon(recipe: Recipe) -> Training | None:
             result.norms.append(float(full(dmuon_core.clip_grad_norm_(model, recipe.max_norm))))
             if recipe.records(step):
                 result.clipped.append(full_grads(model))
+        if recipe.replicas:
+            dmuon_core.check_invariants(model)  # with gradients
         optimizer.step()
+        if recipe.replicas:
+            dmuon_core.check_invariants(model)
         optimizer.zero_grad()
         assert_at_rest(handle)
         assert_slots_at_rest(model, handle)
     result.weights = full_weights(model)
+    result.state = full_state(model, optimizer)
     return result if rank == 0 else None
 
 
@@ -516,6 +548,7 @@ def assert_same_training(
 
 
 def assert_identical(got: Training, want: Training) -> None:
-    """Bit for bit: losses, gradients, norms, weights."""
+    """Bit for bit: losses, gradients, norms, weights, optimizer state."""
     assert got.losses == want.losses and got.norms == want.norms
+    assert got.state.keys() == want.state.keys() and all(torch.equal(got.state[k], want.state[k]) for k in got.state)
     assert_same_training(got, want, grad_atol=0, weight_atol=0, loss_atol=0)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 
 from tests.distributed.harness import run_distributed
 from tests.distributed.models import MODELS, batch_for, hidden_matrix
@@ -368,3 +369,37 @@ def test_without_sync_each_owner_keeps_its_own_weights() -> None:
             assert torch.equal(value, results[owner]["mine"][name]), name
         assert torch.equal(result["head"], result["mine"]["head.weight"])
     assert not torch.equal(results[0]["head"], results[1]["head"])
+
+
+# ------------------------------------------------------------------------------------------------ steps within backward
+
+
+def _step_in_backward(owned: bool) -> dict[str, torch.Tensor]:
+    """One SGD per parameter, stepped by a post-accumulate-grad hook, as torch's memory-saving recipe has it."""
+    torch.manual_seed(0)
+    model = MODELS["gpt"]()
+    if owned:
+        dedicate(model)
+    else:
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def step(p: torch.Tensor) -> None:
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in optimizers:
+        p.register_post_accumulate_grad_hook(step)
+    for index in range(3):
+        Rows("gpt", index, 0, dist.get_rank(), dist.get_world_size()).loss(model).backward()
+    return full_weights(model)
+
+
+def test_an_optimizer_that_steps_in_backward() -> None:
+    """Equal to the same recipe on FSDP2 alone, up to the order in which two ranks' gradients are added."""
+    got, want = (run_distributed(_step_in_backward, 2, owned)[0] for owned in (True, False))
+    assert got.keys() == want.keys()
+    for name, weight in want.items():
+        torch.testing.assert_close(got[name], weight, rtol=0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")

@@ -198,8 +198,7 @@ def fit_in_one_process(recipe: Fit) -> Fitted:
 def result_of(trainer: pl.Trainer, module: Any) -> Fitted:
     """Collective."""
     dedicated = find_dedicated(module)
-    names = ("broadcasts", "reduces", "reduce_bytes", "flag_reduces")
-    counts = {name: getattr(dedicated.stats, name) for name in names} if dedicated is not None else {}
+    counts = dict(vars(dedicated.stats)) if dedicated is not None else {}
     grads = {name: grad for name, grad in full_grads(module).items() if grad is not None}
     return Fitted(mean_losses(module), grads, full_weights(module), state_of(trainer, module), metrics(trainer), counts)
 
