@@ -73,6 +73,7 @@ class DedicatedParamGroup:
         self.publication.wait()  # first, so that it cannot reach parameters that have replaced those it was sent for
         self._build_buffers()
         self.publication.catch_up()
+        self.publication.is_unread = False
         for bucket in self._buckets:
             self._streams.allocate(bucket.buffer)
             if bucket.owner == self._comm.shard_rank:

@@ -32,6 +32,8 @@ class Publication:
         self._streams = comm.streams
         self._packed: list[Packed] = []
         self._pending: Pending | None = None
+        self.is_unread = False
+        """Whether the group was published since its last unshard; in this rank's column or not, so equal in a row."""
 
     @property
     def is_pending(self) -> bool:
@@ -59,6 +61,7 @@ class Publication:
         """Send the weights of this rank's column from their owners."""
         if self._comm.replicate_size == 1:
             return
+        self.is_unread = True
         self.wait()  # an earlier publication that nothing has read
         mine = self._mine
         if not mine:

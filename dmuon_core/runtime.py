@@ -192,6 +192,8 @@ class DedicatedModel:
         if position >= len(self._expected) or self._expected[position - 1] is not hooks:
             return  # this forward takes another path
         following = self._expected[position]
+        if following.group.publication.is_unread and self._comm.streams.wait_blocks_host:
+            return  # this group's compute would wait for the next group's new weights
         if not following.group.is_unsharded:
             following.group.unshard()
             self._note_unsharded(following)

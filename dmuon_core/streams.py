@@ -64,7 +64,13 @@ class Pending(ABC):
 
 
 class Streams(ABC):
-    """How work is ordered on one kind of device."""
+    """How work is ordered on one kind of device.
+
+    Attributes:
+        wait_blocks_host: whether :meth:`wait` keeps the host, and with it the user's operations, until it is over.
+    """
+
+    wait_blocks_host = False
 
     @abstractmethod
     def launch(
@@ -124,6 +130,8 @@ class _PendingWorks(Pending):
 
 class CpuStreams(Streams):
     """gloo: operations run in the process group's threads, the host waits."""
+
+    wait_blocks_host = True
 
     def launch(
         self,

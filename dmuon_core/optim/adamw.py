@@ -28,7 +28,12 @@ def adamw_update(group: dict[str, Any], state: Any) -> None:
             state[p]["step"] = torch.tensor(0.0, dtype=dtype)
             state[p]["exp_avg"] = zeros_for_state(p)
             state[p]["exp_avg_sq"] = zeros_for_state(p)
+    for p in params:
+        if not is_stepped_here(p):
+            state[p]["step"] += 1  # any rank may be asked for it, by a checkpoint or by a later owner
     params = [p for p in params if is_stepped_here(p)]
+    if not params:
+        return
     beta1, beta2 = group["betas"]
     adamw(
         [local(p) for p in params],
