@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn as nn
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.parallel import ParallelStrategy
@@ -23,6 +26,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from typing_extensions import override
 
 from dmuon_core import DedicatedModel, no_sync
+from dmuon_lightning.checkpoint import load_one_file
 from dmuon_lightning.sharding import is_prepared, shard_module
 
 _STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -168,6 +172,11 @@ class DMuonStrategy(ModelParallelStrategy):
             yield
 
     @override
-    def teardown(self) -> None:
-        if self._device_mesh is not None and self.model is not None:
-            super().teardown()
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        path = Path(self.broadcast(checkpoint_path))
+        if not path.is_file():
+            return super().load_checkpoint(path, weights_only)
+        assert self.model is not None
+        assert self.lightning_module is not None
+        strict = self.lightning_module.strict_loading
+        return load_one_file(path, self.model, self.optimizers, strict=strict, weights_only=weights_only)

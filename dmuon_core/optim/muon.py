@@ -30,7 +30,7 @@ ParamsT = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, A
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for hidden matrices, AdamW for everything else, in one optimizer; ``step`` issues no collective.
+    """Muon for hidden matrices, AdamW for everything else, in one optimizer.
 
     ``params`` is a model, or an iterable of parameters, of ``(name, parameter)`` pairs, or of group dicts.
 
@@ -49,11 +49,12 @@ class Muon(torch.optim.Optimizer):
     orthogonalized as ``[out, in*h*w]``), and the momentum of a bfloat16 parameter survives ``nesterov=False``
     (stock Newton-Schulz normalizes it in place).
 
-    An owned parameter is updated by its owner alone. Every rank keeps momentum for it, with no rows where it
-    is not the owner, because checkpoint tools expect the same state on all ranks. ``load_state_dict`` takes
-    state saved by this class, by ``torch.optim.Muon`` or by ``torch.optim.AdamW``, as plain full tensors (the
-    same on every rank), owned tensors of any owner, or sharded DTensors; it ends with the placement of its
-    parameter. Loading is collective where a DTensor or another owner's tensor has to move, else local.
+    An owned parameter is updated by its owner alone. ``step`` issues no collective on a 1-D mesh; on a 2-D mesh it
+    sends new weights to the owner's replicas as they are ready and does not wait for them. Every rank keeps momentum
+    for an owned parameter, with no rows where it is not the owner, because checkpoint tools expect the same state on
+    all ranks. ``load_state_dict`` takes state saved by this class, by ``torch.optim.Muon`` or ``torch.optim.AdamW``, as
+    plain full tensors (the same on every rank), owned tensors of any owner, or sharded DTensors; it ends with the
+    placement of its parameter. Loading is collective where a DTensor or another owner's tensor has to move, else local.
 
     Args:
         params: what to train, see above.
@@ -133,7 +134,9 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient; local, no collective (unless ``closure`` runs some).
+        """Update every parameter that has a gradient; local on a 1-D mesh (unless ``closure`` runs collectives).
+
+        Collective over the columns of a 2-D mesh: owners start to send what they have updated.
 
         ``closure`` runs first, with gradients enabled, and its value is returned. All gradients and state are
         checked before the first parameter is written.

@@ -60,9 +60,3 @@ class Checks:
         if dist.get_rank() == 0:
             print(f"{len(self.found)} passed", flush=True)
         dist.destroy_process_group()
-
-
-def on_rank_0(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Call a comparison where its inputs are: most results are gathered on rank 0 alone."""
-    if dist.get_rank() == 0:
-        function(*args, **kwargs)

@@ -160,6 +160,22 @@ def test_the_stock_strategy_goes_on_with_the_file(tmp_path: Path) -> None:
     assert_tensors_close(weights, whole.weights, WEIGHT_ATOL)
 
 
+def _save_stock(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
+    saver = ModelCheckpoint(folder, filename="{epoch}", enable_version_counter=False)
+    module = modules.Net(muon)
+    trainer = make_trainer("auto", max_epochs=HALF, callbacks=[saver], enable_checkpointing=True)
+    trainer.fit(module, modules.loader())
+    return full_weights(module), state_of(trainer, module), saver.best_model_path
+
+
+def test_a_stock_checkpoint_starts_a_dmuon_run(tmp_path: Path) -> None:
+    """A stock optimizer numbers its parameters group by group, so the state must find its parameters by name."""
+    weights, state, path = run_distributed(_save_stock, 1, str(tmp_path), init=False)[0]
+    _, start = run_distributed(_resume, 2, Fit(epochs=WHOLE), path)[0]
+    assert_equal(start["weights"], weights)
+    assert_equal(start["state"], state)
+
+
 def _evaluate(path: str) -> tuple[float, float, dict[str, Tensor]]:
     """A checkpoint loaded by validate, into a module from the meta device, and by test."""
     from dmuon_lightning import DMuonStrategy

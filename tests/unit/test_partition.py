@@ -17,9 +17,7 @@ from dmuon_core.partition import MatrixSpec, compute_balanced_assignment, newton
 
 def specs_of(layers: int, shapes: dict[str, tuple[int, ...]]) -> list[MatrixSpec]:
     return [
-        MatrixSpec(f"layers.{i}.{name}", shape, f"layers.{i}")
-        for i in range(layers)
-        for name, shape in shapes.items()
+        MatrixSpec(f"layers.{i}.{name}", shape, f"layers.{i}") for i in range(layers) for name, shape in shapes.items()
     ]
 
 
