@@ -17,6 +17,7 @@ import torch
 import torch.nn as nn
 
 from dmuon_core.group import DedicatedParamGroup
+from dmuon_core.in_backward import in_backward
 from dmuon_core.param import WeightState
 from dmuon_core.tree import grad_tensors, map_grad_tensors
 
@@ -31,11 +32,6 @@ class Phase(Enum):
     FORWARD = auto()
     PRE_BACKWARD = auto()  # weights are there for backward
     POST_BACKWARD = auto()  # gradients were handed over
-
-
-def in_backward() -> bool:
-    """Whether the autograd engine is running on this thread."""
-    return torch._C._current_graph_task_id() != -1
 
 
 class GroupHooks:
@@ -64,9 +60,9 @@ class GroupHooks:
             self._nested_calls += 1
             return None
         self.phase = Phase.FORWARD
-        self._runtime.prepare_for_forward(self)
+        self._runtime.order.prepare_for_forward(self)
         self.group.start_computing()
-        self._runtime.prefetch_for_forward(self)
+        self._runtime.order.prefetch_for_forward(self)
         self._runtime.hand_over()
         if not torch.is_grad_enabled():
             return None
@@ -87,7 +83,7 @@ class GroupHooks:
         grad_enabled = torch.is_grad_enabled()
         if not in_backward():  # a reentrant checkpoint's recompute is followed by its backward at once
             self.group.stop_computing()
-            if not self._runtime.keep_after_forward(self, grad_enabled):
+            if not self._runtime.order.keep_after_forward(self, grad_enabled):
                 self.group.reshard()
                 self._runtime.hand_over()
         if grad_enabled:
@@ -104,7 +100,7 @@ class GroupHooks:
         if self.phase is not Phase.PRE_BACKWARD:
             self.phase = Phase.PRE_BACKWARD
             self.group.start_computing()
-            self._runtime.prefetch_for_backward(self)
+            self._runtime.order.prefetch_for_backward(self)
             self._runtime.hand_over()
 
     @torch._dynamo.disable(recursive=True)
@@ -116,7 +112,7 @@ class GroupHooks:
             self.group.reshard()
         else:
             self.group.reshard()
-            self._runtime.reduce(self.group)
+            self._runtime.grads.start(self.group)
             self.awaits_reduce = False
         self._runtime.hand_over()
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 
-from dmuon_core.hooks import in_backward
+from dmuon_core.in_backward import in_backward
 from dmuon_core.owned_tensor import OwnedTensor
 from dmuon_core.param import DedicatedParam, WeightState
 from dmuon_core.registry import get_dedicated
