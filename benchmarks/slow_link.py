@@ -110,7 +110,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", default="520mbit", help="of the link, in each direction, as for tc")
+    parser.add_argument("--rate", default="490mbit", help="of the link, in each direction, as for tc")
     parser.add_argument("--delay", help="of a packet, as for tc ('1ms'); needs netem in the kernel")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8, help="of each kind in one run")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -137,7 +138,8 @@ def compute_balanced_assignment(
     num_slots) slots; once it is on all of them, the load alone decides. Ties go to the lower slot index.
 
     With `shard_size` the slots are a mesh: slot `k` is shard rank `k % shard_size` of row `k // shard_size`. Slots of
-    one shard rank share the broadcasts of every row, so a layer is spread over shard ranks instead of slots.
+    one shard rank share the broadcasts of every row, so a layer is spread over shard ranks instead of slots, and over
+    rows where the load leaves the choice.
 
     Raises ValueError for num_slots < 1, ns_steps < 1 and for a name that occurs twice.
     """
@@ -154,24 +156,37 @@ def compute_balanced_assignment(
     if num_slots % columns:
         raise ValueError(f"num_slots={num_slots} is no multiple of shard_size={columns}.")
     cost = {spec.fqn: newton_schulz_flops(spec.shape, ns_steps) for spec in by_name}
-    heap = [(0, slot) for slot in range(num_slots)]
-    layer_columns: dict[str, set[int]] = {}
+    rows = num_slots // columns
+    # Equal loads go column by column, so that the slots of all rows are next to one another.
+    heap = [(0, column, row) for column in range(columns) for row in range(rows)]
+    layer_places: dict[str, list[tuple[int, int]]] = {}
     owner: dict[str, int] = {}
     for spec in sorted(by_name, key=lambda spec: (-cost[spec.fqn], spec.fqn)):
-        used = layer_columns.setdefault(spec.layer, set())
-        load, slot = _pop_least(heap, used if len(used) < columns else set(), columns)
-        heapq.heappush(heap, (load + cost[spec.fqn], slot))
-        used.add(slot % columns)
-        owner[spec.fqn] = slot
+        used = layer_places.setdefault(spec.layer, [])
+        load, column, row = _pop_least(heap, used, columns, rows)
+        heapq.heappush(heap, (load + cost[spec.fqn], column, row))
+        used.append((column, row))
+        owner[spec.fqn] = row * columns + column
     return Assignment(by_name, tuple(owner[spec.fqn] for spec in by_name), num_slots, ns_steps)
 
 
-def _pop_least(heap: list[tuple[int, int]], avoid: set[int], columns: int) -> tuple[int, int]:
-    """Take the least loaded (load, slot) out of the heap whose column is not to be avoided."""
-    passed: list[tuple[int, int]] = []
-    while heap[0][1] % columns in avoid:
-        passed.append(heapq.heappop(heap))
-    least = heapq.heappop(heap)
-    for entry in passed:
-        heapq.heappush(heap, entry)
+def _pop_least(
+    heap: list[tuple[int, int, int]], used: list[tuple[int, int]], columns: int, rows: int
+) -> tuple[int, int, int]:
+    """Take the least loaded (load, column, row) out of the heap, off the columns that the layer uses if it leaves any.
+
+    Among equal loads the row that the layer uses least wins: its new weights then leave from all rows at once.
+    """
+    used_columns = {column for column, _ in used}
+    avoid = used_columns if len(used_columns) < columns else set()
+    uses = Counter(row for _, row in used)
+    passed: list[tuple[int, int, int]] = []
+    candidates: list[tuple[int, int, int]] = []
+    while heap and len(candidates) < rows and (not candidates or heap[0][0] == candidates[0][0]):
+        entry = heapq.heappop(heap)
+        (passed if entry[1] in avoid else candidates).append(entry)
+    least = min(candidates, key=lambda entry: (uses[entry[2]], entry[1], entry[2]))
+    for entry in (*passed, *candidates):
+        if entry is not least:
+            heapq.heappush(heap, entry)
     return least
