@@ -12,7 +12,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize(("processes", "options"), [(2, []), (4, ["--replicas", "2"])], ids=["1-D", "2-D"])
+TWO_DIMENSIONS = pytest.param(4, ["--replicas", "2"], id="2-D", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("processes", "options"), [pytest.param(2, [], id="1-D"), TWO_DIMENSIONS])
 def test_it_passes_on_cpu(processes: int, options: list[str]) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     command += ["tests/gpu/train.py", "--device", "cpu", "--backend", "gloo", *options]
