@@ -52,8 +52,9 @@ class GradPipeline:
         collected, self._collected = self._collected, []
         return collected
 
-    def bring_to_rest(self, grads: list[ReducedGrad]) -> None:
-        """Put the gradients at rest on every rank, for the parameters that had one on any rank, as in one process."""
+    def bring_to_rest(self) -> None:
+        """Finish, and put gradients at rest on every rank, for parameters that had one on any, as in one process."""
+        grads = self.finish()
         if not grads:
             return
         streams = self._comm.streams

@@ -172,7 +172,7 @@ class DedicatedModel:
     def _end_of_backward(self) -> None:
         for hooks in reversed(self._hooks):
             hooks.end_backward()
-        self.grads.bring_to_rest(self.grads.finish())
+        self.grads.bring_to_rest()
         self.order.end_backward()
         self._end_of_backward_queued = False
         self.hand_over()
