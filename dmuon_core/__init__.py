@@ -6,6 +6,7 @@ install_patches()
 
 from dmuon_core.api import dedicate_params, no_sync, register_forward_method, reset  # noqa: E402
 from dmuon_core.boundary import default_boundaries  # noqa: E402
+from dmuon_core.describe import describe  # noqa: E402
 from dmuon_core.grad_clip import clip_grad_norm_  # noqa: E402
 from dmuon_core.invariants import check_invariants  # noqa: E402
 from dmuon_core.optim import Muon  # noqa: E402
@@ -21,6 +22,7 @@ __all__ = [
     "clip_grad_norm_",
     "dedicate_params",
     "default_boundaries",
+    "describe",
     "get_dedicated",
     "no_sync",
     "register_forward_method",

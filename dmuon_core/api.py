@@ -6,7 +6,6 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,31 +13,18 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 
 from dmuon_core import fsdp2, registry
 from dmuon_core.agreement import Description, agree
-from dmuon_core.boundary import assign_boundaries
 from dmuon_core.comm import CommContext, mesh_group
 from dmuon_core.group import DedicatedParamGroup
 from dmuon_core.mesh import data_parallel_mesh, mesh_device
 from dmuon_core.module_states import sync_module_states as broadcast_module_states
 from dmuon_core.owned_tensor import OwnedTensor, Owner, empty_like_non_owner, holds
 from dmuon_core.param import DedicatedParam, Slot
-from dmuon_core.partition import Assignment, MatrixSpec, compute_balanced_assignment
+from dmuon_core.partition import Assignment
+from dmuon_core.plan import Plan, make_plan, rest_dtype_of
 from dmuon_core.runtime import DedicatedModel
-from dmuon_core.targets import muon_targets
-
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What will be done to the model: decided by every rank alone, then compared."""
-
-    boundaries: list[tuple[str, nn.Module, list[str]]]
-    targets: dict[str, nn.Parameter]
-    assignment: Assignment
 
 
 def dedicate_params(
@@ -53,6 +39,7 @@ def dedicate_params(
     replicate_async: bool = True,
     mp_policy: MixedPrecisionPolicy | None = None,
     master_dtype: torch.dtype | None = torch.float32,
+    max_owned_bytes: int | None = None,
     sync_module_states: bool = True,
 ) -> DedicatedModel:
     """Give every Muon-target matrix of ``model`` one owner rank, in place. Collective over ``mesh``.
@@ -78,6 +65,8 @@ def dedicate_params(
         mp_policy: ``param_dtype`` is what is broadcast and computed with (default: the parameter's dtype),
             ``reduce_dtype`` what gradients are reduced in (default: at least float32).
         master_dtype: least precise dtype of owned weights, gradients and momentum at rest; None keeps the parameter's.
+        max_owned_bytes: bound on the bytes of the matrices that one rank owns, at rest; None for no bound. A rank also
+            keeps their momentum and, with a 2-D mesh, the weights that other ranks of its shard column own.
         sync_module_states: whether all weights and buffers are first made those of the mesh's first rank.
 
     Returns:
@@ -88,28 +77,26 @@ def dedicate_params(
 
     Raises:
         ValueError: the predicate matches nothing; a target is already sharded, owned, of a wrong dtype or on a wrong
-            device; no module satisfies a strict ``hook_boundary_predicate``; the mesh is of another form.
+            device; no module satisfies a strict ``hook_boundary_predicate``; no partition keeps to
+            ``max_owned_bytes``; the mesh is of another form.
         RuntimeError: ranks disagree, or another rank raised. All of these on every rank.
     """
     mesh = data_parallel_mesh(mesh, replicate_mesh)
     device = mesh_device(mesh)
     group = mesh.get_group(0) if mesh.ndim == 1 else mesh_group(mesh, device, "dmuon_setup")
 
-    def plan() -> tuple[_Plan, Description]:
+    def plan() -> tuple[Plan, Description]:
         _check_not_dedicated(model)
-        targets = _choose_targets(model, predicate)
-        for fqn, param in targets.items():
-            _check_target(fqn, param, device)
-        boundaries = assign_boundaries(model, targets, hook_boundary_predicate, hook_boundary_strict)
-        specs = [MatrixSpec(fqn, tuple(targets[fqn].shape), layer) for layer, _, fqns in boundaries for fqn in fqns]
-        assignment = compute_balanced_assignment(specs, mesh.size(), shard_size=mesh.size(mesh.ndim - 1))
-        description = _describe_model(model)
-        description += [(f"whether '{fqn}' is a Muon target", True) for fqn in targets]
-        description += [(f"the hook module of '{fqn}'", layer) for layer, _, fqns in boundaries for fqn in fqns]
-        arguments = (reshard_after_forward, replicate_async, str(mp_policy), str(master_dtype), sync_module_states)
-        description += [("the arguments", arguments)]
-        description += [("the assignment of owners", assignment.digest())]
-        return _Plan(boundaries, targets, assignment), description
+        made = make_plan(
+            model, predicate, hook_boundary_predicate, hook_boundary_strict,
+            shard_size=mesh.size(mesh.ndim - 1), replicate_size=mesh.size(0) if mesh.ndim == 2 else 1,
+            device=device, master_dtype=master_dtype, max_owned_bytes=max_owned_bytes,
+        )  # fmt: skip
+        arguments = (
+            reshard_after_forward, replicate_async, str(mp_policy), str(master_dtype), max_owned_bytes,
+            sync_module_states,
+        )  # fmt: skip
+        return made, [*_describe_model(model), ("the arguments", arguments), *made.description()]
 
     agreed = agree(group, plan)
     if dist.get_rank(group) == 0:
@@ -213,46 +200,6 @@ def _check_not_dedicated(model: nn.Module) -> None:
             raise ValueError(f"'{fqn}' is dedicated already: call dedicate_params once, on the whole model")
 
 
-def _choose_targets(model: nn.Module, predicate: Callable[[str, nn.Parameter], bool] | None) -> dict[str, nn.Parameter]:
-    if predicate is None:
-        targets = muon_targets(model)
-        if not targets:
-            raise ValueError(
-                f"{type(model).__name__} has no hidden-layer matrix to dedicate: pass predicate=(fqn, parameter) -> "
-                "bool that chooses the matrices for Muon"
-            )
-        return targets
-    targets = {fqn: param for fqn, param in model.named_parameters() if predicate(fqn, param)}
-    if not targets:
-        names = [fqn for fqn, param in model.named_parameters() if param.ndim >= 2]
-        raise ValueError(
-            f"the predicate matches no parameter of {type(model).__name__}: it is called with (fqn, parameter), and "
-            f"the matrices are {names[:8]}{' and more' if len(names) > 8 else ''}"
-        )
-    return targets
-
-
-def _check_target(fqn: str, param: nn.Parameter, device: torch.device) -> None:
-    if isinstance(param, DTensor):
-        raise ValueError(
-            f"'{fqn}' is a DTensor already: call dedicate_params before fully_shard and other parallelism, on the "
-            "plain model"
-        )
-    if param.ndim < 2:
-        raise ValueError(
-            f"'{fqn}' has shape {tuple(param.shape)}: only matrices can be Muon targets, leave it out of the predicate"
-        )
-    if param.numel() == 0:
-        raise ValueError(f"'{fqn}' has no elements: leave it out of the predicate")
-    if param.dtype not in _DTYPES:
-        raise ValueError(
-            f"'{fqn}' has dtype {param.dtype}: Muon needs one of {', '.join(map(str, _DTYPES))}; leave it out of the "
-            "predicate or convert it"
-        )
-    if param.device.type not in ("cpu", "meta") and param.device != device:
-        raise ValueError(f"'{fqn}' is on {param.device}, the mesh is on {device}: move the model there first")
-
-
 def _say_who_is_idle(assignment: Assignment) -> None:
     idle = len(assignment.idle_slots)
     if idle:
@@ -291,7 +238,7 @@ def _dedicate_one(
     mp_policy: MixedPrecisionPolicy | None,
     master_dtype: torch.dtype | None,
 ) -> DedicatedParam:
-    rest_dtype = param.dtype if master_dtype is None else torch.promote_types(param.dtype, master_dtype)
+    rest_dtype = rest_dtype_of(param, master_dtype)
     at = torch.device("meta") if param.is_meta else device
     home: tuple[int, ...] = (owner,) if mesh.ndim == 1 else divmod(owner, mesh.size(1))
     replicated: Owner = home if mesh.ndim == 1 else (None, home[1])  # every rank of the owner's column keeps the weight

@@ -51,9 +51,10 @@ def repeated_blocks(model: nn.Module, wanted: Container[int]) -> list[nn.Module]
     repeated. A module with children is repeated if its class occurs again among the container children of the
     same parent module (so the one-block stages of a ResNet count together, and so do lists inside a list), or
     if it is the only child of a ModuleList. A leaf is repeated if its class occurs again in its own
-    container. The outermost block wins: what is inside a block, such as experts, stays with it. What is only
-    a grouping is never a block but looked into: ModuleList and ModuleDict, which have no forward, and a plain
-    Sequential of repeated modules (a stage).
+    container; leaves are blocks only where nothing else is, as in a plain MLP. The outermost block wins: what is
+    inside a block, such as experts, stays with it. What is only a grouping is never a block but looked into: ModuleList
+    and ModuleDict, which have no forward, a plain Sequential of repeated modules (a stage), and a module with such a
+    Sequential that holds most of its wanted parameters.
     """
     found: set[int] = set()
     visited: set[int] = set()
@@ -64,13 +65,15 @@ def repeated_blocks(model: nn.Module, wanted: Container[int]) -> list[nn.Module]
         classes = Counter(type(m.module) for m in members if m.container is not None)
         for member in members:
             module = member.module
-            if _is_repeated(member, classes) and any(id(p) in wanted for p in module.parameters()):
+            if _is_repeated(member, classes) and _holds(module, wanted) and not _wraps_stage(module, wanted):
                 found.add(id(module))
             elif id(module) not in visited:
                 visit(module)
 
     visit(model)
     blocks = [module for module in model.modules() if id(module) in found]
+    if any(not is_leaf(block) for block in blocks):
+        blocks = [block for block in blocks if not is_leaf(block)]
     # A module registered in several places may be met on its own first and inside another block later.
     inner = {id(below) for block in blocks for below in block.modules() if below is not block}
     return [block for block in blocks if id(block) not in inner]
@@ -102,6 +105,25 @@ def _members(parent: nn.Module, only_child: bool = False) -> Iterator[_Member]:
             yield from _members(kid)
         else:
             yield _Member(kid, parent if inside else None, only_child)
+
+
+def _holds(module: nn.Module, wanted: Container[int]) -> bool:
+    return any(id(parameter) in wanted for parameter in module.parameters())
+
+
+def _wraps_stage(module: nn.Module, wanted: Container[int]) -> bool:
+    """Whether most of what the module wants is in a stage whose members hold several wanted parameters each.
+
+    A plain Sequential runs all that it holds, so looking into it is safe; a ModuleList may be experts. A member with
+    one parameter is a layer of a block, say a convolution with its norm.
+    """
+
+    def sizes(of: nn.Module) -> list[int]:
+        return [parameter.numel() for parameter in of.parameters() if id(parameter) in wanted]
+
+    stages = [kid for kid in children(module) if type(kid) is nn.Sequential and _is_stage(kid)]
+    inside = [sizes(member) for stage in stages for member in children(stage)]
+    return all(len(found) > 1 for found in inside) and 2 * sum(map(sum, inside)) > sum(sizes(module))
 
 
 def _is_stage(sequential: nn.Sequential) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +48,37 @@ def _predicate_differs_between_ranks() -> None:
 
 def _shapes_differ_between_ranks() -> None:
     _core().dedicate_params(GPT(hidden=17 + dist.get_rank()), _mesh(), hidden_matrix)
+
+
+def _partitions_differ_between_ranks() -> None:
+    """As with two releases of this package in one run: rank 1 comes to other owners for the same matrices."""
+    import dmuon_core.plan
+
+    compute = dmuon_core.plan.compute_balanced_assignment
+
+    def computed_elsewhere(*args: Any, **kwargs: Any) -> Any:
+        found = compute(*args, **kwargs)
+        slots = list(found.slots)
+        at = [spec.fqn for spec in found.specs].index(Q)
+        slots[at] = (slots[at] + dist.get_rank()) % found.num_slots
+        return dataclasses.replace(found, slots=tuple(slots))
+
+    dmuon_core.plan.compute_balanced_assignment = computed_elsewhere
+    _core().dedicate_params(GPT(), _mesh(), hidden_matrix)
+
+
+def _bound_on_bytes_is_too_low() -> None:
+    _core().dedicate_params(GPT(), _mesh(), hidden_matrix, max_owned_bytes=700)
+
+
+def _bound_on_bytes_differs_between_ranks() -> None:
+    _core().dedicate_params(GPT(), _mesh(), hidden_matrix, max_owned_bytes=10_000_000 + dist.get_rank())
+
+
+def _described_with_arguments_after_dedication() -> None:
+    model = GPT()
+    _core().dedicate_params(model, _mesh(), hidden_matrix)
+    _core().describe(model, 2)
 
 
 def _after_fully_shard() -> None:
@@ -138,6 +171,10 @@ MISUSE: dict[Callable[[], None], list[str]] = {
     _predicate_matches_nothing: ["predicate"],
     _no_default_target: ["predicate"],
     _predicate_differs_between_ranks: [Q, "rank"],
+    _partitions_differ_between_ranks: [f"the owner of '{Q}'", "rank 0", "rank 1"],
+    _bound_on_bytes_is_too_low: ["max_owned_bytes=700", "hold 1400", "raise it"],
+    _bound_on_bytes_differs_between_ranks: ["the arguments", "10000000", "10000001"],
+    _described_with_arguments_after_dedication: ["GPT", "dedicated already", "describe(model)"],
     _shapes_differ_between_ranks: ["mlp.up.weight", "rank"],
     _after_fully_shard: [Q, "fully_shard", "before"],
     _twice: ["dedicate_params", "once"],

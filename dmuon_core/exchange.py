@@ -1,0 +1,263 @@
+"""Moves and swaps of single items that make a placement better, until none helps or the budget is spent.
+
+The budget counts what was looked at, never time, so that every machine comes to the same placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+from dmuon_core.placement import Kind, Placement
+
+_PARTNERS = 16  # how many of the lightest slots are tried before all of them
+_TRIES = 32  # how many items of one kind, each of another layer, are tried
+
+
+class Budget:
+    """How many pairs may still be looked at."""
+
+    def __init__(self, pairs: int) -> None:
+        self.left = pairs
+
+    def spend(self) -> bool:
+        self.left -= 1
+        return self.left >= 0
+
+
+def lower_busiest(placement: Placement, max_bytes: int | None, budget: Budget) -> None:
+    """Take cost off the busiest slot until no move or swap with another slot lowers it.
+
+    A layer stays on as many shard ranks as it is on; no slot comes over `max_bytes`.
+    """
+
+    def allowed(item: int, slot: int, other: int | None) -> bool:
+        leaving = 0 if other is None else placement.items.nbytes[other]
+        fits = max_bytes is None or placement.nbytes[slot] + placement.items.nbytes[item] - leaving <= max_bytes
+        return fits and (_same_layer(placement, item, other) or placement.keeps_spread(item, slot))
+
+    _lower_peak(placement, placement.loads, 0, allowed, budget)
+
+
+def use_idle_slots(placement: Placement) -> None:
+    """Give each slot without an item one of a busy slot that has several, where the spread and the roots allow it."""
+    slots = range(len(placement.loads))
+    for slot in [slot for slot in slots if not placement.on_slot[slot]]:
+        donors = [donor for donor in slots if placement.count(donor) > 1]
+        for donor in sorted(donors, key=lambda donor: (-placement.loads[donor], donor)):
+            items = (item for kind in sorted(placement.on_slot[donor]) for item in placement.one_per_layer(donor, kind))
+            allowed = (
+                item for item in items if placement.keeps_spread(item, slot) and placement.keeps_root(item, slot)
+            )
+            item = next(allowed, None)
+            if item is not None:
+                placement.move(item, slot)
+                break
+
+
+def lower_largest(placement: Placement, max_load: int, budget: Budget) -> None:
+    """Take bytes off the slot that owns most of them, with no slot's cost over `max_load` and no worse root."""
+
+    def allowed(item: int, slot: int, other: int | None) -> bool:
+        leaving = 0 if other is None else placement.items.costs[other]
+        if placement.loads[slot] + placement.items.costs[item] - leaving > max_load:
+            return False
+        if _same_layer(placement, item, other):
+            return placement.keeps_root(item, slot, placement.items.nbytes[other] if other is not None else 0)
+        return placement.keeps_spread(item, slot) and placement.keeps_root(item, slot)
+
+    _lower_peak(placement, placement.nbytes, 1, allowed, budget)
+
+
+Allowed = Callable[[int, int, "int | None"], bool]
+"""(item, target slot, item that leaves the target for it) -> whether the move keeps every other bound."""
+
+
+def _lower_peak(placement: Placement, sums: list[int], weight: int, allowed: Allowed, budget: Budget) -> None:
+    """Lower the largest of `sums`, which adds up component `weight` of the kinds on each slot."""
+    slots = range(len(sums))
+    while budget.left > 0:
+        top = max(slots, key=lambda slot: (sums[slot], -slot))
+        partners = sorted((slot for slot in slots if slot != top), key=lambda slot: (sums[slot], slot))
+        best: tuple[int, int, int, int | None] | None = None
+        for tried, slot in enumerate(partners):
+            gap = sums[top] - sums[slot]
+            if gap <= 0 or (tried >= _PARTNERS and best is not None):
+                break
+            for gain, mine, theirs in _gains(placement, top, slot, gap, weight, budget):
+                if best is not None and gain <= best[0]:
+                    break
+                found = _first_allowed(placement, top, slot, mine, theirs, allowed)
+                if found is not None:
+                    best = (gain, slot, *found)
+                    break
+        if best is None:
+            return
+        _, slot, item, other = best
+        if other is None:
+            placement.move(item, slot)
+        else:
+            placement.swap(item, other)
+
+
+def _gains(
+    placement: Placement, top: int, slot: int, gap: int, weight: int, budget: Budget
+) -> Iterator[tuple[int, Kind, Kind | None]]:
+    """(how far the pair's larger sum falls, kind to give, kind to take back), the best first."""
+    found: list[tuple[int, Kind, Kind | None]] = []
+    others: list[Kind | None] = [None, *placement.on_slot[slot]]
+    for mine in placement.on_slot[top]:
+        for theirs in others:
+            if not budget.spend():
+                break
+            shift = mine[weight] - (0 if theirs is None else theirs[weight])
+            if 0 < shift < gap:
+                found.append((min(shift, gap - shift), mine, theirs))
+    # Of equal gains the one that moves least: a small item before a large one, a move before a swap.
+    found.sort(key=lambda entry: (-entry[0], entry[1], entry[2] is not None, entry[2] or (0, 0)))
+    return iter(found)
+
+
+def _first_allowed(
+    placement: Placement, top: int, slot: int, mine: Kind, theirs: Kind | None, allowed: Allowed
+) -> tuple[int, int | None] | None:
+    for item in islice(placement.one_per_layer(top, mine), _TRIES):
+        if theirs is None:
+            if allowed(item, slot, None):
+                return item, None
+            continue
+        for other in islice(placement.one_per_layer(slot, theirs), _TRIES):
+            if allowed(item, slot, other) and allowed(other, top, item):
+                return item, other
+    return None
+
+
+def _same_layer(placement: Placement, item: int, other: int | None) -> bool:
+    return other is not None and placement.items.layers[item] == placement.items.layers[other]
+
+
+def restore_spread(placement: Placement, budget: Budget) -> None:
+    """Swap items of equal cost until each layer sits on as many shard ranks as it can, or nothing more helps."""
+    items = placement.items
+    for layer, members in items.of_layer.items():
+        counts = placement.layer_counts[layer]
+        missing = min(len(members), placement.columns) - (placement.columns - counts.count(0))
+        for item in members:
+            if not missing:
+                break
+            if counts[placement.slot_of[item] % placement.columns] > 1:
+                other = _spreading_swap(placement, item, budget)
+                if other is not None:
+                    placement.swap(item, other)
+                    missing -= 1
+
+
+def _spreading_swap(placement: Placement, item: int, budget: Budget) -> int | None:
+    counts = placement.layer_counts[placement.items.layers[item]]
+    kind, source = placement.kind(item), placement.slot_of[item]
+    for slot in range(len(placement.loads)):
+        if not budget.spend():
+            return None
+        if counts[slot % placement.columns] or kind not in placement.on_slot[slot]:
+            continue
+        for other in placement.one_per_layer(slot, kind):
+            if not budget.spend():
+                return None
+            if placement.keeps_spread(other, source):
+                return other
+    return None
+
+
+def level_roots(placement: Placement, max_load: int, max_bytes: int | None, budget: Budget) -> None:
+    """Take bytes of each layer off the shard rank that broadcasts most of them.
+
+    No slot's cost comes over `max_load`, no slot over `max_bytes`, and no other layer's root grows beyond its ideal or
+    what it is.
+    """
+    excess = [
+        max(found) / max(ideal, 1) for found, ideal in zip(placement.layer_bytes, placement.ideal_roots, strict=True)
+    ]
+    worst_first = sorted(range(len(excess)), key=lambda layer: (-excess[layer], layer))
+    share = Budget(0)
+    for index, layer in enumerate(worst_first):
+        # What one layer leaves goes to the ones after it; one that starts far off may take more than its part.
+        share.left = max(budget.left, 0) // min(8, len(worst_first) - index)
+        before = share.left
+        while _lighten_root(placement, layer, max_load, max_bytes, share):
+            pass
+        budget.left -= before - max(share.left, 0)
+
+
+def _lighten_root(placement: Placement, layer: int, max_load: int, max_bytes: int | None, budget: Budget) -> bool:
+    per_column = placement.layer_bytes[layer]
+    peak = max(per_column)
+    if peak <= placement.ideal_roots[layer]:
+        return False
+    heaviest = per_column.index(peak)
+    items = placement.items
+    here = [item for item in items.of_layer[layer] if placement.slot_of[item] % placement.columns == heaviest]
+    alike = {(placement.slot_of[item], placement.kind(item)): item for item in reversed(here)}
+    here = sorted(alike.values(), key=lambda item: (items.nbytes[item], item))
+    for column in sorted(range(placement.columns), key=lambda column: (per_column[column], column))[:_PARTNERS]:
+        slots = sorted(placement.slots_of_column(column), key=lambda slot: (placement.loads[slot], slot))[:_PARTNERS]
+        for item in here:
+            if per_column[column] + items.nbytes[item] >= peak:
+                break  # the items after it have no fewer bytes
+            for slot in slots:
+                if not budget.spend():
+                    return False
+                if _fits(placement, item, slot, None, max_load, max_bytes) and placement.keeps_spread(item, slot):
+                    placement.move(item, slot)
+                    return True
+        for item in here:
+            for slot in slots:
+                other = _counterpart(placement, item, slot, peak, max_load, max_bytes, budget)
+                if other is not None:
+                    placement.swap(item, other)
+                    return True
+                if budget.left <= 0:
+                    return False
+    return False
+
+
+def _counterpart(
+    placement: Placement, item: int, slot: int, peak: int, max_load: int, max_bytes: int | None, budget: Budget
+) -> int | None:
+    """An item on `slot` that can change places with `item`, so that the root of the item's layer falls."""
+    items = placement.items
+    layer, source = items.layers[item], placement.slot_of[item]
+    at_target = placement.layer_bytes[layer][slot % placement.columns]
+    kinds = sorted(
+        placement.on_slot[slot], key=lambda kind: (abs(kind[0] - items.costs[item]), kind)
+    )  # equal costs first: they leave both slots' loads as they are
+    for kind in kinds:
+        for other in islice(placement.one_per_layer(slot, kind), _TRIES):
+            if not budget.spend():
+                return None
+            if not _fits(placement, item, slot, other, max_load, max_bytes):
+                break  # so it is for every item of this kind
+            if not _fits(placement, other, source, item, max_load, max_bytes):
+                break
+            if items.layers[other] == layer:
+                shift = items.nbytes[item] - items.nbytes[other]
+                if shift > 0 and at_target + shift < peak:
+                    return other
+            elif (
+                at_target + items.nbytes[item] < peak
+                and placement.keeps_spread(item, slot)
+                and placement.keeps_spread(other, source)
+                and placement.keeps_root(other, source)
+            ):
+                return other
+    return None
+
+
+def _fits(
+    placement: Placement, item: int, slot: int, leaving: int | None, max_load: int, max_bytes: int | None
+) -> bool:
+    items = placement.items
+    cost = items.costs[item] - (0 if leaving is None else items.costs[leaving])
+    nbytes = items.nbytes[item] - (0 if leaving is None else items.nbytes[leaving])
+    if placement.loads[slot] + cost > max_load:
+        return False
+    return max_bytes is None or placement.nbytes[slot] + nbytes <= max_bytes
