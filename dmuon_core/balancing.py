@@ -6,9 +6,10 @@ import heapq
 from collections import Counter
 
 from dmuon_core.bounds import simple_bound
-from dmuon_core.exchange import Budget, level_roots, lower_busiest, lower_largest, restore_spread, use_idle_slots
+from dmuon_core.exchange import Budget, lower_busiest, lower_largest, restore_spread, use_idle_slots
 from dmuon_core.filling import Pattern, fill_slots
 from dmuon_core.placement import Items, Placement
+from dmuon_core.roots import level_roots
 
 _PAIRS = 1_000_000  # looked at per objective: about a second
 _FIT_NODES = 200_000  # looked at by the exact search for a placement within the bound on bytes

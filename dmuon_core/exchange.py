@@ -10,8 +10,8 @@ from itertools import islice
 
 from dmuon_core.placement import Kind, Placement
 
-_PARTNERS = 16  # how many of the lightest slots are tried before all of them
-_TRIES = 32  # how many items of one kind, each of another layer, are tried
+PARTNERS = 16  # how many of the lightest slots are tried before all of them
+TRIES = 32  # how many items of one kind, each of another layer, are tried
 
 
 class Budget:
@@ -82,7 +82,7 @@ def _lower_peak(placement: Placement, sums: list[int], weight: int, allowed: All
         best: tuple[int, int, int, int | None] | None = None
         for tried, slot in enumerate(partners):
             gap = sums[top] - sums[slot]
-            if gap <= 0 or (tried >= _PARTNERS and best is not None):
+            if gap <= 0 or (tried >= PARTNERS and best is not None):
                 break
             for gain, mine, theirs in _gains(placement, top, slot, gap, weight, budget):
                 if best is not None and gain <= best[0]:
@@ -121,12 +121,12 @@ def _gains(
 def _first_allowed(
     placement: Placement, top: int, slot: int, mine: Kind, theirs: Kind | None, allowed: Allowed
 ) -> tuple[int, int | None] | None:
-    for item in islice(placement.one_per_layer(top, mine), _TRIES):
+    for item in islice(placement.one_per_layer(top, mine), TRIES):
         if theirs is None:
             if allowed(item, slot, None):
                 return item, None
             continue
-        for other in islice(placement.one_per_layer(slot, theirs), _TRIES):
+        for other in islice(placement.one_per_layer(slot, theirs), TRIES):
             if allowed(item, slot, other) and allowed(other, top, item):
                 return item, other
     return None
@@ -166,98 +166,3 @@ def _spreading_swap(placement: Placement, item: int, budget: Budget) -> int | No
             if placement.keeps_spread(other, source):
                 return other
     return None
-
-
-def level_roots(placement: Placement, max_load: int, max_bytes: int | None, budget: Budget) -> None:
-    """Take bytes of each layer off the shard rank that broadcasts most of them.
-
-    No slot's cost comes over `max_load`, no slot over `max_bytes`, and no other layer's root grows beyond its ideal or
-    what it is.
-    """
-    excess = [
-        max(found) / max(ideal, 1) for found, ideal in zip(placement.layer_bytes, placement.ideal_roots, strict=True)
-    ]
-    worst_first = sorted(range(len(excess)), key=lambda layer: (-excess[layer], layer))
-    share = Budget(0)
-    for index, layer in enumerate(worst_first):
-        # What one layer leaves goes to the ones after it; one that starts far off may take more than its part.
-        share.left = max(budget.left, 0) // min(8, len(worst_first) - index)
-        before = share.left
-        while _lighten_root(placement, layer, max_load, max_bytes, share):
-            pass
-        budget.left -= before - max(share.left, 0)
-
-
-def _lighten_root(placement: Placement, layer: int, max_load: int, max_bytes: int | None, budget: Budget) -> bool:
-    per_column = placement.layer_bytes[layer]
-    peak = max(per_column)
-    if peak <= placement.ideal_roots[layer]:
-        return False
-    heaviest = per_column.index(peak)
-    items = placement.items
-    here = [item for item in items.of_layer[layer] if placement.slot_of[item] % placement.columns == heaviest]
-    alike = {(placement.slot_of[item], placement.kind(item)): item for item in reversed(here)}
-    here = sorted(alike.values(), key=lambda item: (items.nbytes[item], item))
-    for column in sorted(range(placement.columns), key=lambda column: (per_column[column], column))[:_PARTNERS]:
-        slots = sorted(placement.slots_of_column(column), key=lambda slot: (placement.loads[slot], slot))[:_PARTNERS]
-        for item in here:
-            if per_column[column] + items.nbytes[item] >= peak:
-                break  # the items after it have no fewer bytes
-            for slot in slots:
-                if not budget.spend():
-                    return False
-                if _fits(placement, item, slot, None, max_load, max_bytes) and placement.keeps_spread(item, slot):
-                    placement.move(item, slot)
-                    return True
-        for item in here:
-            for slot in slots:
-                other = _counterpart(placement, item, slot, peak, max_load, max_bytes, budget)
-                if other is not None:
-                    placement.swap(item, other)
-                    return True
-                if budget.left <= 0:
-                    return False
-    return False
-
-
-def _counterpart(
-    placement: Placement, item: int, slot: int, peak: int, max_load: int, max_bytes: int | None, budget: Budget
-) -> int | None:
-    """An item on `slot` that can change places with `item`, so that the root of the item's layer falls."""
-    items = placement.items
-    layer, source = items.layers[item], placement.slot_of[item]
-    at_target = placement.layer_bytes[layer][slot % placement.columns]
-    kinds = sorted(
-        placement.on_slot[slot], key=lambda kind: (abs(kind[0] - items.costs[item]), kind)
-    )  # equal costs first: they leave both slots' loads as they are
-    for kind in kinds:
-        for other in islice(placement.one_per_layer(slot, kind), _TRIES):
-            if not budget.spend():
-                return None
-            if not _fits(placement, item, slot, other, max_load, max_bytes):
-                break  # so it is for every item of this kind
-            if not _fits(placement, other, source, item, max_load, max_bytes):
-                break
-            if items.layers[other] == layer:
-                shift = items.nbytes[item] - items.nbytes[other]
-                if shift > 0 and at_target + shift < peak:
-                    return other
-            elif (
-                at_target + items.nbytes[item] < peak
-                and placement.keeps_spread(item, slot)
-                and placement.keeps_spread(other, source)
-                and placement.keeps_root(other, source)
-            ):
-                return other
-    return None
-
-
-def _fits(
-    placement: Placement, item: int, slot: int, leaving: int | None, max_load: int, max_bytes: int | None
-) -> bool:
-    items = placement.items
-    cost = items.costs[item] - (0 if leaving is None else items.costs[leaving])
-    nbytes = items.nbytes[item] - (0 if leaving is None else items.nbytes[leaving])
-    if placement.loads[slot] + cost > max_load:
-        return False
-    return max_bytes is None or placement.nbytes[slot] + nbytes <= max_bytes

@@ -85,6 +85,15 @@ def test_small_matrices_of_a_layer_share_an_owner_where_balance_allows() -> None
         assert apart.owners[f"layers.{i}.k"] != apart.owners[f"layers.{i}.v"]
 
 
+def test_layers_that_mirror_each_other_are_levelled_together() -> None:
+    # Longest-first puts qkv and down of one layer on the slot that has up and out of the other. Both layers have to
+    # change for either to become even without making a slot busier.
+    shapes = {"qkv": (12, 4), "out": (4, 4), "up": (8, 4), "down": (4, 8)}
+    result = compute_balanced_assignment(specs_of(2, shapes), 2)
+    assert result.ratio == 1.0
+    assert dict(result.root_balance) == {"layers.0": 1.0, "layers.1": 1.0}
+
+
 def test_packing_gives_way_to_balance() -> None:
     # The pair would cost more than the largest matrix, which bounds the busiest slot.
     result = compute_balanced_assignment(specs_of(1, {"a": (8, 8), "b": (7, 8), "c": (7, 8)}), 3, small_threshold=60)
