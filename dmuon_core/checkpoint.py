@@ -27,6 +27,12 @@ Shapes = dict[str, tuple[int, ...] | None]
 # torch.load(weights_only=True), the default, reads a rank's own state_dict as it reads one of DTensors.
 torch.serialization.add_safe_globals([OwnedTensor, Delivery])
 
+MODEL_REMEDY = (
+    "Nothing was loaded. Build the model that was saved, or load with strict=False what it shares with this one"
+)
+OPTIMIZER_REMEDY = (
+    "Nothing was loaded. Build the optimizer with the groups of the saved one, or load with strict=False what fits it"
+)
 _SHOWN = 4  # differences of a kind that a message lists
 
 
@@ -137,7 +143,7 @@ def is_by_position(saved: Mapping[str, Any]) -> bool:
     return "state" in saved and bool(saved["state"]) and all(isinstance(key, int) for key in saved["state"])
 
 
-def raise_everywhere(dedicated: DedicatedModel, kind: type[Exception], problem: str | None, remedy: str) -> None:
+def raise_everywhere(dedicated: DedicatedModel, kind: type[Exception], problem: str | None) -> None:
     """Raise on every rank if a rank has a problem. Collective over the mesh.
 
     Raises:
@@ -145,7 +151,7 @@ def raise_everywhere(dedicated: DedicatedModel, kind: type[Exception], problem: 
     """
     problem = next((text for text in dedicated.gather(problem) if text), None)
     if problem:
-        raise kind(f"{problem}. Nothing was loaded. {remedy}")
+        raise kind(problem)
 
 
 def _regrouped(groups: list[list[list[str]]], saved: list[list[str]]) -> Iterator[str]:

@@ -156,20 +156,16 @@ def _check_model_state(original: Callable[..., Any]) -> Callable[..., Any]:
         if info.broadcast_from_rank0:
             # Torch decides by the state dict, which only rank 0 needs to have: the others would not take part.
             info.handle_model = any(dedicated.gather(info.handle_model))
+            state_dict = state_dict if dist.get_rank() == 0 else {}
         problem = None
-        if info.handle_model and state_dict and _reads(info):
+        if info.handle_model and state_dict:
             saved, current = checkpoint.shapes_of(state_dict), checkpoint.shapes_of(model.state_dict())
             if info.ignore_frozen_params:
                 frozen = {checkpoint.canonical_name(n) for n, p in model.named_parameters() if not p.requires_grad}
                 current = {name: shape for name, shape in current.items() if name in saved or name not in frozen}
             problem = checkpoint.model_problem(saved, current, strict=info.strict)
-        checkpoint.raise_everywhere(
-            dedicated,
-            RuntimeError,
-            problem and f"the checkpoint does not fit {type(model).__name__}: {problem}",
-            "Build the model that was saved; or take over what fits with StateDictOptions(strict=False), from a state "
-            "dict without the tensors of another shape",
-        )
+        message = f"the checkpoint does not fit {type(model).__name__}: {problem}. {checkpoint.MODEL_REMEDY}"
+        checkpoint.raise_everywhere(dedicated, RuntimeError, problem and message)
         return original(model, state_dict, info)
 
     return load_model_state_dict
@@ -180,18 +176,15 @@ def _fit_optimizer_state(original: Callable[..., Any]) -> Callable[..., Any]:
         dedicated = registry.find_dedicated(model)
         if dedicated is None or not info.handle_optim:
             return original(model, optimizers, state_dict, info)
+        if info.broadcast_from_rank0 and dist.get_rank() != 0:
+            state_dict = {}
         problem = None
-        if state_dict and _reads(info) and not checkpoint.is_by_position(state_dict):
+        if state_dict and not checkpoint.is_by_position(state_dict):
             for optimizer in optimizers:
                 dcp_state_dict._init_optim_state(optimizer)
             state_dict, problem = checkpoint.fit_optimizer_state(model, optimizers, state_dict, strict=info.strict)
-        checkpoint.raise_everywhere(
-            dedicated,
-            ValueError,
-            problem and f"the state does not fit the optimizer of {type(model).__name__}: {problem}",
-            "Build the optimizer with the same groups as when it was saved; or take over what fits with "
-            "StateDictOptions(strict=False)",
-        )
+        message = f"the state does not fit the optimizer of {type(model).__name__}: {problem}. "
+        checkpoint.raise_everywhere(dedicated, ValueError, problem and message + checkpoint.OPTIMIZER_REMEDY)
         # What fits is not flat. Torch compares a flat state with one that is not if both options are set.
         original(model, optimizers, state_dict, replace(info, flatten_optimizer_state_dict=False))
 
@@ -205,10 +198,6 @@ def _start_from_zero(original: Callable[..., Any]) -> Callable[..., Any]:
         original(optim)
 
     return init_optim_state
-
-
-def _reads(info: Any) -> bool:
-    return not info.broadcast_from_rank0 or dist.get_rank() == 0
 
 
 PATCHES = [

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.nn as nn
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.strategies.fsdp import _is_sharded_checkpoint
 from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.types import _PATH
@@ -26,7 +28,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from typing_extensions import override
 
 from dmuon_core import DedicatedModel, no_sync
-from dmuon_lightning.checkpoint import load_one_file
+from dmuon_lightning.checkpoint import load_one_file, save_aside, write_one_file
+from dmuon_lightning.checkpoint_folder import load_folder
 from dmuon_lightning.sharding import is_prepared, shard_module
 
 _STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -172,11 +175,24 @@ class DMuonStrategy(ModelParallelStrategy):
             yield
 
     @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        if type(self.checkpoint_io) is not TorchCheckpointIO and not self._save_distributed_checkpoint:
+            return super().save_checkpoint(checkpoint, filepath, storage_options)  # how to write is the plugin's matter
+        path = Path(self.broadcast(filepath))
+        if storage_options is not None:
+            raise TypeError("DMuonStrategy writes to a file system that all processes see: leave storage_options out")
+        if path.is_dir() and not _is_sharded_checkpoint(path):
+            raise IsADirectoryError(f"The checkpoint path exists and is a directory: {path}")
+        if self._save_distributed_checkpoint:
+            save_aside(path, lambda aside: super(DMuonStrategy, self).save_checkpoint(checkpoint, aside))
+        else:
+            save_aside(path, lambda aside: write_one_file(checkpoint, aside))
+
+    @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(checkpoint_path))
-        if not path.is_file():
-            return super().load_checkpoint(path, weights_only)
         assert self.model is not None
         assert self.lightning_module is not None
         strict = self.lightning_module.strict_loading
-        return load_one_file(path, self.model, self.optimizers, strict=strict, weights_only=weights_only)
+        load = load_folder if path.is_dir() else load_one_file
+        return load(path, self.model, self.optimizers, strict=strict, weights_only=weights_only)
