@@ -78,34 +78,41 @@ def fit_optimizer_state(
     groups: list[dict[str, Any]] = []
     problems: list[str] = []
     for optimizer in optimizers:
+        if hasattr(optimizer, "init_state"):
+            optimizer.init_state()
         members = [[names.get(p, ["?"]) for p in group["params"]] for group in optimizer.param_groups]
         whole = saved if "state" in saved else _nested(optimizer, members, saved, problems)
+        saved_members = [set(group["params"]) for group in whole["param_groups"]]
         if strict:
-            problems += _regrouped(members, [group["params"] for group in whole["param_groups"]])
+            problems += _regrouped(members, saved_members)
         for group, aliases in zip(optimizer.param_groups, members, strict=True):
             chosen = [next((name for name in found if name in whole["state"]), found[0]) for found in aliases]
-            theirs: dict[str, Any] = next((g for g in whole["param_groups"] if _same_members(g["params"], aliases)), {})
+            theirs: dict[str, Any] = {}
+            for candidate, its in zip(whole["param_groups"], saved_members, strict=True):
+                if len(its) == len(aliases) and not any(its.isdisjoint(found) for found in aliases):
+                    theirs = candidate
             if "algorithm" in group and theirs:
                 problem = group_problem(theirs, group)
                 problems += [f"the group of '{chosen[0]}' {problem}"] if problem and strict else []
                 theirs = {} if problem else theirs
-            options = {key: theirs.get(key, value) for key, value in group.items() if key != "params"}
-            groups.append({**options, "params": chosen})
+            groups.append({**{key: theirs.get(key, value) for key, value in group.items()}, "params": chosen})
             for param, name in zip(group["params"], chosen, strict=True):
-                entry = whole["state"].get(name)
-                if entry is None or ("algorithm" in group and not set(STATE_KEYS[group["algorithm"]]) <= set(entry)):
-                    if strict and entry is not None:
-                        problems.append(f"the state of '{name}' is of another algorithm: {', '.join(entry)}")
-                    continue
-                state[name] = entry
-                if "algorithm" in group:  # of other optimizers' state nobody knows the shapes
-                    state[name] = {key: entry[key] for key in STATE_KEYS[group["algorithm"]]}
-                    problems += _other_shapes(name, state[name], param)
+                state[name], missing = _fit_state(whole["state"].get(name, {}), group.get("algorithm"))
+                problems += _other_shapes(name, state[name], param) if "algorithm" in group else ()
+                if not state[name]:
+                    del state[name]
+                    if strict and param.requires_grad and optimizer.state.get(param):
+                        problems.append(f"of the state of '{name}' is missing: {', '.join(missing) or 'all'}")
     return {"state": state, "param_groups": groups}, _first(problems, "; ") if problems else None
 
 
-def _same_members(saved: list[str], members: list[list[str]]) -> bool:
-    return len(saved) == len(members) and all(any(name in saved for name in aliases) for aliases in members)
+def _fit_state(entry: dict[str, Any], algorithm: str | None) -> tuple[dict[str, Any], list[str]]:
+    """What ``algorithm`` uses of a parameter's saved state, nothing if that is not complete, and what is missing."""
+    if algorithm is None:  # of other optimizers nobody knows what they need
+        return entry, []
+    needed = STATE_KEYS[algorithm]
+    missing = [key for key in needed if key not in entry]
+    return ({} if missing else {key: entry[key] for key in needed}), missing
 
 
 def _other_shapes(name: str, entry: dict[str, Any], param: Tensor) -> Iterator[str]:
@@ -154,7 +161,7 @@ def raise_everywhere(dedicated: DedicatedModel, kind: type[Exception], problem: 
         raise kind(problem)
 
 
-def _regrouped(groups: list[list[list[str]]], saved: list[list[str]]) -> Iterator[str]:
+def _regrouped(groups: list[list[list[str]]], saved: list[set[str]]) -> Iterator[str]:
     """What the groups (of parameters, of their aliases) do not share with the saved groups of names."""
     where = {name: index for index, group in enumerate(saved) for name in group}
     ours = {name: index for index, group in enumerate(groups) for aliases in group for name in aliases}
@@ -166,7 +173,7 @@ def _regrouped(groups: list[list[list[str]]], saved: list[list[str]]) -> Iterato
                 yield f"'{aliases[0]}' of parameter group {index} was not saved"
             elif place != home:
                 yield f"'{aliases[0]}' of parameter group {index} was saved in group {place}, others of it in {home}"
-        for name in saved[home] if home is not None else []:
+        for name in sorted(saved[home]) if home is not None else []:
             if ours.get(name) != index:
                 now = f"now in group {ours[name]}" if name in ours else "not trained by this optimizer"
                 yield f"'{name}' was saved in one group with '{group[0][0]}' and is {now}"
