@@ -89,6 +89,10 @@ def load_one_file(
         found = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
         if not isinstance(found, dict) or "state_dict" not in found:
             raise RuntimeError(f"{path} is no checkpoint of a Trainer: it has no 'state_dict'")
+        saved, current = checkpoint.shapes_of(found["state_dict"]), checkpoint.shapes_of(module.state_dict())
+        problem = checkpoint.model_problem(saved, current, strict=strict)
+        if problem:
+            raise RuntimeError(f"{path} does not fit {type(module).__name__}: {problem}. {checkpoint.MODEL_REMEDY}")
         return found, [("the names of the weights in the file", sorted(found["state_dict"]))]
 
     found = agree(world(), read)
