@@ -13,21 +13,29 @@ from torch import Tensor
 
 from dmuon_lightning import DMuonStrategy
 from tests.distributed.harness import RanksFailed, run_distributed
-from tests.distributed.killing import kill_me_in
+from tests.distributed.killing import kill_me_in, kill_me_when_writing
 from tests.lightning import modules
 from tests.lightning.runs import assert_equal, full_weights, make_trainer, muon, state_of
 from tests.lightning.test_checkpoint import AtStart
 
 MOMENTS = 10
+BULK = 8_000_000  # bytes that take some milliseconds to write
 Both = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
-def _save_twice(folder: bool, path: str, victim: int, moment: float, expected: str) -> None:
-    """Dies in the second save, at ``moment`` as a share of the time that the first one took."""
-    module = modules.Net(muon)
+class BulkyNet(modules.Net):
+    def build(self) -> None:
+        super().build()
+        self.register_buffer("bulk", torch.zeros(BULK // 4))
+
+
+def _save_twice(folder: bool, path: str, victim: int, moment: float, writing: bool) -> None:
+    """Dies in the second save: at ``moment`` as a share of the time that the first one took, or that much of 10 ms
+    after its first byte if ``writing``."""
+    module = BulkyNet(muon)
     trainer = make_trainer(DMuonStrategy(save_distributed_checkpoint=folder), max_epochs=1)
     trainer.fit(module, modules.loader())
-    _expect(expected, "old", (full_weights(module), state_of(trainer, module)))
+    _expect(path, "old", (full_weights(module), state_of(trainer, module)))
     dist.barrier()
     start = time.monotonic()
     trainer.save_checkpoint(path)
@@ -37,18 +45,21 @@ def _save_twice(folder: bool, path: str, victim: int, moment: float, expected: s
             p.mul_(0.5)
     for entry in trainer.optimizers[0].state.values():
         entry["momentum_buffer" if "momentum_buffer" in entry else "exp_avg"].mul_(0.5)
-    _expect(expected, "new", (full_weights(module), state_of(trainer, module)))
+    _expect(path, "new", (full_weights(module), state_of(trainer, module)))
     dist.barrier()
     if dist.get_rank() == victim:
-        kill_me_in(moment * duration)
+        if writing:
+            kill_me_when_writing(Path(path).parent, 0.01 * moment)
+        else:
+            kill_me_in(moment * duration)
     trainer.save_checkpoint(path)
     time.sleep(2 * duration)  # for the victim, if the save was quicker than the first one
     raise SystemExit("the victim is alive" if dist.get_rank() == victim else "saved")
 
 
-def _expect(expected: str, which: str, both: Both) -> None:
+def _expect(path: str, which: str, both: Both) -> None:
     if dist.get_rank() == 0:
-        torch.save(both, f"{expected}.{which}")
+        torch.save(both, f"{path}.{which}")
 
 
 def _load(paths: list[str]) -> list[str]:
@@ -57,7 +68,7 @@ def _load(paths: list[str]) -> list[str]:
     for path in paths:
         start = AtStart()
         trainer = make_trainer(DMuonStrategy(), max_epochs=2, callbacks=[start])
-        trainer.fit(modules.Net(muon, seed=9), modules.loader(), ckpt_path=path)
+        trainer.fit(BulkyNet(muon, seed=9), modules.loader(), ckpt_path=path)
         for which in ("old", "new"):
             weights, state = torch.load(f"{path}.{which}")
             if torch.equal(weights["head.weight"], start.weights["head.weight"]):
@@ -76,10 +87,9 @@ def test_killed_while_saving(folder: bool, tmp_path: Path) -> None:
     for index in range(MOMENTS):
         path = str(tmp_path / f"{index}" / "last.ckpt")
         (tmp_path / f"{index}").mkdir()
+        moment, writing, victim = chance.uniform(0, 1), index >= MOMENTS // 2, index % 3 == 1
         with pytest.raises(RanksFailed) as failed:
-            run_distributed(
-                _save_twice, 2, folder, path, index % 2, chance.uniform(0, 1), path, timeout=60, group_timeout=20
-            )
+            run_distributed(_save_twice, 2, folder, path, int(victim), moment, writing, timeout=60, group_timeout=20)
         assert "exit code -9" in str(failed.value), failed.value
         paths.append(path)
     found = run_distributed(_load, 2, paths)
