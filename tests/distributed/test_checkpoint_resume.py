@@ -42,7 +42,7 @@ class Case:
 
 
 CASES = [
-    pytest.param(Case(Layout(2), True, "folder"), id="1-D, Z3, folder"),
+    pytest.param(Case(Layout(2), True, "folder"), id="1-D, Z3, folder", marks=pytest.mark.slow),
     pytest.param(Case(Layout(2, 2), False, "rank"), id="HSDP, Z2, a file a rank"),
     pytest.param(Case(Layout(2), False, "file"), id="1-D, Z2, file", marks=pytest.mark.slow),
     pytest.param(Case(Layout(2, 2), True, "folder"), id="HSDP, Z3, folder", marks=pytest.mark.slow),

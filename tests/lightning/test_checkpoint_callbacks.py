@@ -13,9 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from dmuon_lightning import DMuonStrategy
 from tests.distributed.harness import RankError, capture_error, run_distributed
@@ -84,6 +87,16 @@ class LooseNet(modules.Net):
     strict_loading = False  # type: ignore[assignment]
 
 
+class StockNet(modules.Net):
+    """Sharded whole, as a user of FSDP2 does it."""
+
+    def configure_model(self) -> None:
+        for block in self.blocks:
+            fully_shard(block)
+        fully_shard(self)
+        register_fsdp_forward_method(self, "training_step")
+
+
 # Fits are named by strings that travel to the ranks.
 for _kind in (CompiledNet, WrappedNet, StrangeNet):
     setattr(modules, _kind.__name__, _kind)
@@ -123,6 +136,28 @@ def _callbacks(recipe: Fit, folder: str) -> None:
     assert "contains only the model" in _error_of_fit(make_module(recipe), f"{folder}/light/epoch=2.ckpt")
 
 
+class _Recorder(TorchCheckpointIO):
+    """A plugin of the user's own, which decides how a file is written."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        super().save_checkpoint({"state_dict": checkpoint["state_dict"], "mine": True}, path, storage_options)
+
+
+def _own_plugin(path: str) -> None:
+    module = modules.Net(muon)
+    trainer = make_trainer(DMuonStrategy(), max_epochs=1, plugins=[_Recorder()])
+    trainer.fit(module, modules.loader())
+    trainer.save_checkpoint(path)
+    found = torch.load(path)
+    assert found["mine"]
+    assert_equal(found["state_dict"], full_weights(module))
+
+
+@pytest.mark.slow
+def test_a_plugin_of_the_user_writes_the_file(tmp_path: Path) -> None:
+    run_distributed(_own_plugin, 2, str(tmp_path / "model.ckpt"))
+
+
 @pytest.mark.parametrize("recipe", [FIT, pytest.param(FOLDER, marks=pytest.mark.slow)], ids=["file", "folder"])
 def test_model_checkpoint(recipe: Fit, tmp_path: Path) -> None:
     run_distributed(_callbacks, 2, recipe, str(tmp_path))
@@ -155,7 +190,7 @@ def _resume_exactly(recipe: Fit, folder: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "recipe"),
     [
-        ("StrangeNet", FIT),
+        pytest.param("StrangeNet", FIT, marks=pytest.mark.slow),
         pytest.param("StrangeNet", FOLDER, marks=pytest.mark.slow),
         pytest.param("CompiledNet", FIT, marks=pytest.mark.slow),
         pytest.param("CompiledNet", FOLDER, marks=pytest.mark.slow),
@@ -230,17 +265,32 @@ def _fit_adamw(folder: str) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
     return saver.best_model_path, full_weights(module), state_of(trainer, module)
 
 
+def _fit_fsdp2(folder: str) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
+    module = StockNet(adamw)
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=True)
+    trainer = make_trainer(strategy, max_epochs=1)
+    trainer.fit(module, modules.loader())
+    trainer.save_checkpoint(f"{folder}/stock")
+    return f"{folder}/stock", full_weights(module), state_of(trainer, module)
+
+
 def _start_from_adamw(path: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float], int]:
     start = AtStart()
-    module = LooseNet(muon)
     trainer = make_trainer(DMuonStrategy(), max_epochs=2, callbacks=[start])
+    module = LooseNet(muon)
     trainer.fit(module, modules.loader(), ckpt_path=path)
+    assert "was saved in one group with" in _error_of_fit(modules.Net(muon), path)
     return start.weights, start.state, start.rates, len(mean_losses(module))
 
 
-def test_a_run_with_adamw_goes_on_with_muon(tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("stock", ["one process, file", "FSDP2, folder"])
+def test_a_run_with_adamw_goes_on_with_muon(stock: str, tmp_path: Path) -> None:
     """strict_loading = False takes over the weights, and the moments of what AdamW still trains."""
-    path, weights, state = run_distributed(_fit_adamw, 1, str(tmp_path), init=False)[0]
+    if stock == "FSDP2, folder":
+        path, weights, state = run_distributed(_fit_fsdp2, 2, str(tmp_path))[0]
+    else:
+        path, weights, state = run_distributed(_fit_adamw, 1, str(tmp_path), init=False)[0]
     for got, moments, rates, steps in run_distributed(_start_from_adamw, 2, path):
         assert_equal(got, weights)
         kept = {name: value for name, value in moments.items() if not name.endswith("momentum_buffer")}

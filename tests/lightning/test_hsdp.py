@@ -72,7 +72,7 @@ def test_resume_is_exact(recipe: Fit, tmp_path: Path) -> None:
         assert_equal(resumed.state, whole.state)
 
 
-@pytest.mark.parametrize(("recipe", "after"), [(FIT, 2), (FOLDER, 1)], ids=["file", "folder"])
+@pytest.mark.parametrize(("recipe", "after"), [(FIT, 2), (FOLDER, 1), pytest.param(FOLDER, 4, marks=pytest.mark.slow)])
 def test_resume_in_another_layout(recipe: Fit, after: int, tmp_path: Path) -> None:
     """From 2 replicas x 2 shards to one replica over ``after`` shards, momentum included, and back."""
     replicated = replace(recipe, strategy={**recipe.strategy, "replicate_size": 2})
