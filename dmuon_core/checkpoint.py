@@ -28,7 +28,8 @@ Shapes = dict[str, tuple[int, ...] | None]
 torch.serialization.add_safe_globals([OwnedTensor, Delivery])
 
 MODEL_REMEDY = (
-    "Nothing was loaded. Build the model that was saved, or load with strict=False what it shares with this one"
+    "Nothing was loaded. Build the model that was saved, or load with strict=False what it shares with this one; leave "
+    "tensors of another shape out of the state dict before"
 )
 OPTIMIZER_REMEDY = (
     "Nothing was loaded. Build the optimizer with the groups of the saved one, or load with strict=False what fits it"
@@ -87,10 +88,8 @@ def fit_optimizer_state(
             problems += _regrouped(members, saved_members)
         for group, aliases in zip(optimizer.param_groups, members, strict=True):
             chosen = [next((name for name in found if name in whole["state"]), found[0]) for found in aliases]
-            theirs: dict[str, Any] = {}
-            for candidate, its in zip(whole["param_groups"], saved_members, strict=True):
-                if len(its) == len(aliases) and not any(its.isdisjoint(found) for found in aliases):
-                    theirs = candidate
+            same = [len(its) == len(aliases) and not any(map(its.isdisjoint, aliases)) for its in saved_members]
+            theirs: dict[str, Any] = whole["param_groups"][same.index(True)] if any(same) else {}
             if "algorithm" in group and theirs:
                 problem = group_problem(theirs, group)
                 problems += [f"the group of '{chosen[0]}' {problem}"] if problem and strict else []

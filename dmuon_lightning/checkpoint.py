@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from lightning.fabric.strategies.model_parallel import _rekey_optimizer_state_if_needed
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import OptimStateKeyType
 from torch.optim import Optimizer
 
 from dmuon_core import checkpoint
@@ -118,9 +119,12 @@ def _by_name(state: dict[str, Any], module: nn.Module) -> dict[str, Any]:
     groups = state["param_groups"]
     known = {canonical_name(name) for name, _ in module.named_parameters()}
     given = [[canonical_name(name) for name in group.get("param_names", ["?"])] for group in groups]
-    if not all(set(names) <= known for names in given):
-        return _rekey_optimizer_state_if_needed(state, module) if state["state"] else state
     keys = [key for group in groups for key in group["params"]]
+    if not all(set(names) <= known for names in given):
+        if keys and isinstance(keys[0], int):
+            state = FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_NAME, module)
+        keys = [key for group in state["param_groups"] for key in group["params"]]
+        given = [[canonical_name(name) for name in group["params"]] for group in state["param_groups"]]
     names = dict(zip(keys, (name for its in given for name in its), strict=True))
     return {
         "state": {names[key]: value for key, value in state["state"].items()},

@@ -89,8 +89,8 @@ def _saved_optimizer(key: str, stored: Metadata, path: Path) -> dict[str, Any]:
     groups: dict[int, dict[str, Any]] = {}
     for name in options:
         index, option, *position = name.split(".")
-        group, value = groups.setdefault(int(index), {"params": []}), values[f"{key}.param_groups.{name}"]
-        if position:
+        group, value = groups.setdefault(int(index), {}), values[f"{key}.param_groups.{name}"]
+        if position:  # only lists of tensors are taken apart
             group.setdefault(option, {})[int(position[0])] = value
         else:
             group[option] = value
@@ -98,7 +98,7 @@ def _saved_optimizer(key: str, stored: Metadata, path: Path) -> dict[str, Any]:
 
 
 def _lists(group: dict[str, Any]) -> dict[str, Any]:
-    return {k: [v[i] for i in sorted(v)] if isinstance(v, dict) else v for k, v in group.items()}
+    return {"params": [], **{k: [v[i] for i in sorted(v)] if isinstance(v, dict) else v for k, v in group.items()}}
 
 
 def _below(key: str, stored: Metadata) -> dict[str, Any]:
