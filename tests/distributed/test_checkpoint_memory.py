@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.utils._pytree import tree_leaves
@@ -46,6 +47,7 @@ def _count(folder: str) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 def test_gathering_and_loading_hold_one_group_more(tmp_path: Any) -> None:
     results = run_distributed(_count, 4, str(tmp_path))
     whole = results[0]["format"]

@@ -175,6 +175,7 @@ def _resume_windows(folder: str) -> list[dict[str, Tensor]]:
     return results
 
 
+@pytest.mark.slow
 def test_saving_disturbs_nothing_and_works_in_an_open_window(tmp_path: Path) -> None:
     losses, tensors = run_distributed(_never_saved, 2)[0]
     assert run_distributed(_save_then_go_on, 2, str(tmp_path))[0][0] == losses

@@ -196,9 +196,11 @@ def _resume_exactly(recipe: Fit, folder: str) -> None:
         pytest.param("CompiledNet", FOLDER, marks=pytest.mark.slow),
         pytest.param("WrappedNet", FIT, marks=pytest.mark.slow),
         pytest.param("WrappedNet", FOLDER, marks=pytest.mark.slow),
+        pytest.param("ManualNet", replace(FIT, optimizers="two_optimizers"), marks=pytest.mark.slow),
+        pytest.param("ManualNet", replace(FOLDER, optimizers="two_optimizers"), marks=pytest.mark.slow),
     ],
 )
-def test_resume_of_wrapped_and_of_strange_modules(kind: str, recipe: Fit, tmp_path: Path) -> None:
+def test_resume_is_exact(kind: str, recipe: Fit, tmp_path: Path) -> None:
     run_distributed(_resume_exactly, 2, replace(recipe, module=kind), str(tmp_path))
 
 
