@@ -236,6 +236,14 @@ class EarlyOptimizerNet(Net):
         return self._optimizer
 
 
+class EarlyManualNet(EarlyOptimizerNet, ManualNet):
+    """The same with manual optimization."""
+
+    def __init__(self, optimizers: Any = None, seed: int = 0) -> None:
+        ManualNet.__init__(self, None, seed)
+        self._optimizer = optimizers(self)
+
+
 def dataset(rows: int = ROWS) -> TensorDataset:
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(0, VOCABULARY, (rows, 6), generator=generator)
