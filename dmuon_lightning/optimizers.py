@@ -50,19 +50,20 @@ def rebind(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
 def warn_of_unheld(optimizers: list[Optimizer], module: nn.Module) -> None:
     """Warn of trainable parameters of ``module`` that no optimizer holds, and of held ones that it does not have."""
     held = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    kind = type(module).__name__.removeprefix("FSDP")  # fully_shard renames the class
     if not held:
         return  # no optimizer at all, which the Trainer says by itself
     unheld = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in held]
     if unheld:
         rank_zero_warn(
-            f"No optimizer holds {_list(unheld)} of {type(module).__name__}, so training does not change them: pass "
+            f"No optimizer holds {_list(unheld)} of {kind}, so training does not change them: pass "
             "them to an optimizer in configure_optimizers, or set requires_grad=False to say that this is meant"
         )
     known = {id(p) for p in module.parameters()}
     foreign = [f"one of shape {tuple(p.shape)}" for key, p in held.items() if key not in known]
     if foreign:
         rank_zero_warn(
-            f"The optimizers hold parameters that are not in {type(module).__name__} ({_list(foreign)}): their "
+            f"The optimizers hold parameters that are not in {kind} ({_list(foreign)}): their "
             "gradients are not averaged over the processes. If configure_model has replaced layers, build the "
             "optimizer in configure_optimizers, which is called later"
         )
