@@ -1,13 +1,15 @@
-"""Which of Lightning's precision plugins work with owned and sharded parameters, and how they clip."""
+"""Precision plugins that work with owned and sharded parameters, how they clip, and the norms that users log."""
 
 from __future__ import annotations
 
 from types import MethodType
 from typing import Any
 
+import torch.nn as nn
 from torch.optim import Optimizer
 
 from dmuon_core import clip_grad_norm_
+from dmuon_core.grad_clip import total_grad_norm
 from dmuon_lightning._lightning import MisconfigurationException
 
 # By name, because each distribution of Lightning has classes of its own.
@@ -26,7 +28,7 @@ def check_precision(plugin: Any) -> None:
         precision = getattr(plugin, "precision", stock.__name__)
         raise MisconfigurationException(
             f"DMuonStrategy does not support precision={precision!r} ({stock.__name__}): choose '32-true', "
-            "'bf16-mixed', 'bf16-true' or, with a gradient scaler, '16-mixed'"
+            "'bf16-mixed', 'bf16-true', '16-true' or, with a gradient scaler, '16-mixed'"
         )
 
 
@@ -41,3 +43,22 @@ def clip_by_global_norm(plugin: Any) -> None:
 
 def _clip_grad_by_norm(plugin: Any, optimizer: Optimizer, clip_val: float) -> None:
     clip_grad_norm_(plugin.main_params(optimizer), clip_val)
+
+
+def grad_norm(module: nn.Module, norm_type: float = 2.0, group_separator: str = "/") -> dict[str, float]:
+    """Global norms of the gradients, of each parameter and in total. Collective: call it on every rank.
+
+    The same as ``lightning.pytorch.utilities.grad_norm``, which cannot read sharded gradients. Parameters without a
+    gradient are left out.
+
+    Args:
+        module: in ``on_before_optimizer_step``, say, the LightningModule.
+        norm_type: p of the p-norm, > 0, or ``inf``.
+        group_separator: of the names, such as ``grad_2.0_norm/head.weight``.
+    """
+    grads = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    prefix = f"grad_{float(norm_type)}_norm"
+    norms = {f"{prefix}{group_separator}{name}": total_grad_norm([grad], norm_type) for name, grad in grads.items()}
+    if norms:
+        norms[f"{prefix}_total"] = total_grad_norm(list(grads.values()), norm_type)
+    return {name: norm.item() for name, norm in norms.items()}
