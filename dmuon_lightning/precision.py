@@ -45,7 +45,7 @@ def _clip_grad_by_norm(plugin: Any, optimizer: Optimizer, clip_val: float) -> No
     clip_grad_norm_(plugin.main_params(optimizer), clip_val)
 
 
-def grad_norm(module: nn.Module, norm_type: float = 2.0, group_separator: str = "/") -> dict[str, float]:
+def grad_norm(module: nn.Module, norm_type: float | str = 2.0, group_separator: str = "/") -> dict[str, float]:
     """Global norms of the gradients, of each parameter and in total. Collective: call it on every rank.
 
     The same as ``lightning.pytorch.utilities.grad_norm``, which cannot read sharded gradients. Parameters without a
@@ -53,11 +53,12 @@ def grad_norm(module: nn.Module, norm_type: float = 2.0, group_separator: str = 
 
     Args:
         module: in ``on_before_optimizer_step``, say, the LightningModule.
-        norm_type: p of the p-norm, > 0, or ``inf``.
+        norm_type: p of the p-norm, > 0, or "inf".
         group_separator: of the names, such as ``grad_2.0_norm/head.weight``.
     """
     grads = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-    prefix = f"grad_{float(norm_type)}_norm"
+    norm_type = float(norm_type)
+    prefix = f"grad_{norm_type}_norm"
     norms = {f"{prefix}{group_separator}{name}": total_grad_norm([grad], norm_type) for name, grad in grads.items()}
     if norms:
         norms[f"{prefix}_total"] = total_grad_norm(list(grads.values()), norm_type)

@@ -194,6 +194,17 @@ class TrainerStrategy(_Base):
             yield
 
     @override
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        is_new = not optimizer.state
+        saved = super().optimizer_state(optimizer)
+        if is_new:  # torch has filled the state by a step without gradients, which must not count
+            for state in [*optimizer.state.values(), *saved.get("state", {}).values()]:
+                if "step" in state:
+                    state["step"] = torch.zeros_like(torch.as_tensor(state["step"]))
+        return saved
+
+    @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(checkpoint_path))
         if not path.is_file():
