@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -115,7 +117,15 @@ def checkpoint_activations(root: nn.Module, policy: ModulePolicy) -> None:
             f"DMuonStrategy(activation_checkpointing_policy={policy!r}) chooses no module of {type(root).__name__}"
         )
     for module in chosen:
-        module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+        module.forward = _checkpointed(module.forward)
+
+
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:  # a function with a frame, which a compiler can enter
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return checkpointed
 
 
 def _matches(patterns: list[str], name: str, param: nn.Parameter) -> bool:
