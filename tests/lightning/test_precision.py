@@ -28,7 +28,6 @@ from tests.lightning.runs import (
     full_weights,
     make_trainer,
     muon,
-    rank,
     state_of,
 )
 
@@ -250,7 +249,7 @@ def test_a_precision_is_refused_by_name_too() -> None:
             assert said[strategy, "64-true"].startswith(
                 "MisconfigurationException: DMuonStrategy does not support precision='64-true'"
             )
-            if rank == 0:  # on CPUs a Trainer takes bfloat16 for it, and says so
+            if number == 0:  # on CPUs a Trainer takes bfloat16 for it, and says so
                 assert (
                     "precision='16-mixed'" in said[strategy, "16-mixed"] and "bf16-mixed" in said[strategy, "16-mixed"]
                 )
