@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dmuon_lightning._lightning import MisconfigurationException
 
-Targets = Callable[[str, nn.Parameter], bool] | Sequence[str]
+Targets = Callable[[str, nn.Parameter], bool] | list[str]
 """Which parameters are Muon targets: a predicate over (FQN, parameter), or shell-style patterns of FQNs."""
 
 ModulePolicy = set[type[nn.Module]] | Callable[..., bool]
@@ -45,6 +45,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.replicate_size < 1:
             raise ValueError(f"DMuonStrategy(replicate_size={self.replicate_size}): pass 1 or more")
+        if isinstance(self.predicate, str):
+            raise ValueError(f"DMuonStrategy(predicate={self.predicate!r}): pass a list of patterns, or a function")
         if self.hook_boundary_predicate is not None and self.auto_wrap_policy is not None:
             raise ValueError(
                 "DMuonStrategy(hook_boundary_predicate=..., auto_wrap_policy=...): both choose the modules that are "
@@ -78,7 +80,7 @@ class Settings:
         """
         if self.predicate is None or callable(self.predicate):
             return self.predicate
-        patterns = [self.predicate] if isinstance(self.predicate, str) else list(self.predicate)
+        patterns = list(self.predicate)
         matrices = [name for name, p in module.named_parameters() if p.ndim >= 2]
         for pattern in patterns:
             if not fnmatch.filter(matrices, pattern):

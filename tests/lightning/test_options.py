@@ -175,6 +175,7 @@ def _messages() -> dict[str, str]:
         "too late": _message(BuiltTooLate, {}),
         "rebuilt": _message(Rebuilt, {}, fits=2),
         "pattern": _message(modules.Net, {"predicate": ["blocks.*", "layers.*"]}),
+        "no list": _message(modules.Net, {"predicate": "blocks.*"}),
         "contradiction": _message(
             modules.Net, {"hook_boundary_predicate": _only_linears, "auto_wrap_policy": {nn.Linear}}
         ),
@@ -201,6 +202,9 @@ def test_what_cannot_work_says_so() -> None:
         assert "return from it at once" in said["rebuilt"]
         assert said["pattern"].startswith("MisconfigurationException: DMuonStrategy(predicate=['layers.*'])")
         assert "'embed.weight'" in said["pattern"]
+        assert (
+            said["no list"] == "ValueError: DMuonStrategy(predicate='blocks.*'): pass a list of patterns, or a function"
+        )
         assert said["contradiction"].startswith("ValueError: DMuonStrategy(hook_boundary_predicate")
         assert "chooses no module of Net" in said["nothing to checkpoint"]
         assert "no synchronized batch norm on CPUs" in said["sync_batchnorm"]
