@@ -15,6 +15,8 @@ if TYPE_CHECKING or module_available("lightning"):
     from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
     from lightning.fabric.strategies import STRATEGY_REGISTRY as FabricRegistry
     from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
+    from lightning.fabric.strategies.model_parallel import _load_raw_module_state as load_raw_module_state
+    from lightning.fabric.strategies.model_parallel import _rekey_optimizer_state_if_needed as rekey_optimizer_state
     from lightning.fabric.strategies.strategy import _BackwardSyncControl as BackwardSyncControl
     from lightning.fabric.utilities.exceptions import MisconfigurationException
     from lightning.fabric.utilities.init import _materialize_distributed_module as materialize
@@ -26,6 +28,8 @@ else:
     from lightning_fabric.plugins.collectives.torch_collective import default_pg_timeout
     from lightning_fabric.strategies import STRATEGY_REGISTRY as FabricRegistry
     from lightning_fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
+    from lightning_fabric.strategies.model_parallel import _load_raw_module_state as load_raw_module_state
+    from lightning_fabric.strategies.model_parallel import _rekey_optimizer_state_if_needed as rekey_optimizer_state
     from lightning_fabric.strategies.strategy import _BackwardSyncControl as BackwardSyncControl
     from lightning_fabric.utilities.exceptions import MisconfigurationException
     from lightning_fabric.utilities.init import _materialize_distributed_module as materialize
@@ -45,6 +49,19 @@ __all__ = [
     "Trainer",
     "WeightAveraging",
     "default_pg_timeout",
+    "load_raw_module_state",
     "materialize",
     "optimizers_to_device",
+    "rekey_optimizer_state",
+    "where_to_import",
 ]
+
+
+def where_to_import(strategy: object) -> str:
+    """The ``repr`` of a strategy, which a Trainer or Fabric of the other distribution prints when it refuses it."""
+    modules = [cls.__module__.partition(".")[0] for cls in type(strategy).__mro__]
+    if "lightning" in modules:
+        ours, other, where = "lightning", "pytorch_lightning and lightning_fabric", "dmuon_lightning.pytorch_lightning"
+    else:
+        ours, other, where = "pytorch_lightning and lightning_fabric", "lightning", "dmuon_lightning"
+    return f"<{type(strategy).__name__} for {ours}; for {other} import it from {where}>"

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from lightning.fabric.strategies.model_parallel import _load_raw_module_state, _rekey_optimizer_state_if_needed
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 from torch.optim import Optimizer
+
+from dmuon_lightning._lightning import load_raw_module_state, rekey_optimizer_state
 
 
 def load_one_file(
@@ -21,7 +22,7 @@ def load_one_file(
         KeyError: if ``strict`` and a parameter is missing.
     """
     checkpoint: dict[str, Any] = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
-    _load_raw_module_state(checkpoint.pop("state_dict"), module, strict=strict)
+    load_raw_module_state(checkpoint.pop("state_dict"), module, strict=strict)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=strict)
     for optimizer, state in zip(optimizers, checkpoint.get("optimizer_states", []), strict=False):
         set_optimizer_state_dict(module, optimizer, _by_name(state, module), options=options)
@@ -37,7 +38,7 @@ def _by_name(state: dict[str, Any], module: nn.Module) -> dict[str, Any]:
     groups = state["param_groups"]
     known = {name for name, _ in module.named_parameters()}
     if not all(set(group.get("param_names", ["?"])) <= known for group in groups):
-        return _rekey_optimizer_state_if_needed(state, module)
+        return rekey_optimizer_state(state, module)
     names = {key: name for group in groups for key, name in zip(group["params"], group["param_names"], strict=True)}
     return {
         "state": {names[key]: value for key, value in state["state"].items()},

@@ -21,6 +21,7 @@ from dmuon_lightning._lightning import (
     FabricRegistry,
     default_pg_timeout,
     materialize,
+    where_to_import,
 )
 from dmuon_lightning.optimizers import rebind, warn_of_unheld
 from dmuon_lightning.precision import check_precision
@@ -73,6 +74,9 @@ class FabricStrategy(_Base):
         )
         self._backward_sync_control = self.backward_sync_control_class()
         self._modules: list[nn.Module] = []
+
+    def __repr__(self) -> str:
+        return where_to_import(self)
 
     @override
     def setup_environment(self) -> None:

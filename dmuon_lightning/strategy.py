@@ -26,6 +26,7 @@ from dmuon_lightning._lightning import (
     default_pg_timeout,
     materialize,
     optimizers_to_device,
+    where_to_import,
 )
 from dmuon_lightning.checkpoint import load_one_file
 from dmuon_lightning.optimizers import rebind, warn_of_unheld
@@ -84,11 +85,7 @@ class TrainerStrategy(_Base):
         )
 
     def __repr__(self) -> str:
-        ours = self.lightning_module_class.__module__.partition(".")[0]
-        other = {"lightning": "pytorch_lightning", "pytorch_lightning": "lightning"}[ours]
-        where = {"lightning": "dmuon_lightning", "pytorch_lightning": "dmuon_lightning.pytorch_lightning"}[other]
-        # A Trainer of the other distribution prints this, and no more, when it refuses the strategy.
-        return f"<DMuonStrategy for {ours}; for a Trainer of {other} import it from {where}>"
+        return where_to_import(self)
 
     @override
     def setup_environment(self) -> None:
