@@ -204,8 +204,6 @@ def _saved(path: str, is_folder: bool) -> dict[str, Any]:
     _steps(runner, wrapped, optimizer, batches[:2])
     runner.save(path, {"model": wrapped, "optimizer": optimizer, "step": 2, "note": "from the user"})
     half = {"weights": full_weights(net), "state": _state(net, optimizer)}
-    if not is_folder:
-        runner.save(path + ".raw", net.state_dict()) if world_size() == 1 else None
     _steps(runner, wrapped, optimizer, batches[2:])
     return {"half": half, "weights": full_weights(net), "state": _state(net, optimizer)}
 
@@ -240,12 +238,26 @@ def _state(net: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     return {f"{name}/{key}": full(torch.as_tensor(value)) for name, items in named.items() for key, value in items}
 
 
-@pytest.mark.parametrize("is_folder", [False, True], ids=["file", "folder"])
-@pytest.mark.parametrize(("before", "after"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.slow), (2, 1)])
-def test_save_and_load(is_folder: bool, before: int, after: int, tmp_path: Path) -> None:
+FORMATS = {"file": False, "folder": True}
+
+
+@pytest.mark.parametrize(
+    ("form", "before", "after", "strategy"),
+    [
+        ("file", 2, 2, "file"),
+        ("folder", 2, 1, "folder"),
+        ("file", 2, 2, "folder"),
+        pytest.param("file", 4, 2, "file", marks=pytest.mark.slow),
+        pytest.param("folder", 2, 2, "folder", marks=pytest.mark.slow),
+        pytest.param("folder", 4, 2, "file", marks=pytest.mark.slow),
+    ],
+)
+def test_save_and_load(form: str, before: int, after: int, strategy: str, tmp_path: Path) -> None:
+    """Each form is read by a strategy that writes the other one, too."""
     path = str(tmp_path / "checkpoint")
-    want = run_distributed(_saved, before, path, is_folder)[0]
-    for got in run_distributed(_loaded, after, path, is_folder):
+    want = run_distributed(_saved, before, path, FORMATS[form])[0]
+    assert Path(path).is_dir() == FORMATS[form]
+    for got in run_distributed(_loaded, after, path, FORMATS[strategy]):
         assert (got["step"], got["rest"]) == (2, {"note": "from the user"})
         assert_equal(got["half"]["weights"], want["half"]["weights"])
         assert_equal(got["half"]["state"], want["half"]["state"])
