@@ -227,9 +227,15 @@ def _ready(is_folder: bool, seed: int = 0) -> tuple[Any, Any, Fabric, Any]:
 
 def _steps(runner: Fabric, wrapped: Any, optimizer: Any, batches: list[Any]) -> None:
     for batch in batches:
-        runner.backward(_loss(wrapped, batch))
-        optimizer.step()
-        optimizer.zero_grad()
+        _step(runner, wrapped, optimizer, batch)
+
+
+def _step(runner: Fabric, wrapped: Any, optimizer: Any, batch: Any) -> float:
+    loss = _loss(wrapped, batch)
+    runner.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
 
 
 def _state(net: nn.Module, optimizer: Any) -> dict[str, Tensor]:
@@ -301,6 +307,14 @@ def _forms() -> dict[str, Any]:
     wrapped: Any = runner.setup(net)
     found["from meta"] = full_weights(net)
 
+    for precision in ("bf16-true", "bf16-mixed"):
+        runner = fabric(precision=precision)
+        net = model()
+        wrapped, optimizer = runner.setup(net, muon(net))
+        losses = [_step(runner, wrapped, optimizer, batch) for batch in list(modules.loader()) * 2]
+        dtypes = {p.dtype for p in net.parameters() if isinstance(p, OwnedTensor)}, net.scale.dtype
+        found[precision] = (*dtypes, losses[-1] < losses[0] - 0.2)
+
     net = model()
     wrapped = fabric().setup(net)
     wrapped.mark_forward_method("loss")
@@ -317,6 +331,8 @@ def test_other_ways_to_make_a_module() -> None:
     for got in run_distributed(_forms, 2):
         assert torch.equal(got["from meta"]["scale"], torch.ones(modules.WIDTH))
         assert got["from meta"]["blocks.0.up.weight"].abs().max() <= modules.WIDTH**-0.5
+        assert got["bf16-true"] == ({torch.float32}, torch.bfloat16, True)
+        assert got["bf16-mixed"] == ({torch.float32}, torch.float32, True)
         for name in ("method", "compiled"):
             assert got[name][0] == pytest.approx(got[name][1], abs=LOSS_ATOL), name
 
