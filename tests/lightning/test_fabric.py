@@ -252,7 +252,7 @@ FORMATS = {"file": False, "folder": True}
     [
         ("file", 2, 2, "file"),
         ("folder", 2, 1, "folder"),
-        ("file", 2, 2, "folder"),
+        pytest.param("file", 2, 2, "folder", marks=pytest.mark.slow),
         pytest.param("file", 4, 2, "file", marks=pytest.mark.slow),
         pytest.param("folder", 2, 2, "folder", marks=pytest.mark.slow),
         pytest.param("folder", 4, 2, "file", marks=pytest.mark.slow),

@@ -156,6 +156,7 @@ def _all_matrices(stock: bool) -> dict[str, Any]:
     return {"losses": mean_losses(module), "weights": full_weights(module)}
 
 
+@pytest.mark.slow
 def test_stock_muon_on_sharded_matrices_too() -> None:
     want = run_distributed(_all_matrices, 1, True, init=False)[0]
     for got in run_distributed(_all_matrices, 2, False):

@@ -192,6 +192,7 @@ def test_a_gradient_that_overflows_on_its_owner_skips_the_step_everywhere(world:
 
 
 # As with bf16-mixed, but float16 has three more bits.
+@pytest.mark.slow
 def test_16_mixed_is_close_to_float32() -> None:
     want = _one_process(1, None)
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -83,6 +84,7 @@ def _view_warnings() -> tuple[int, int]:
     return counts[0], counts[1]
 
 
+@pytest.mark.slow
 def test_views_are_the_models_own() -> None:
     """A module that returns a view makes FSDP2 warn; as often as without this package."""
     for ours, stock in run_distributed(_view_warnings, 2):
