@@ -30,6 +30,7 @@ def rebind(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
     """
     before = names_before_sharding(module)
     now = dict(module.named_parameters())
+    names = {id(param): name for name, param in now.items()}
     for optimizer in optimizers:
         moved: list[nn.Parameter] = []
         for group in optimizer.param_groups:
@@ -41,10 +42,12 @@ def rebind(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
                         optimizer.state[moved[-1]] = optimizer.state.pop(param)
         if any(param in optimizer.state for param in moved):
             place_state([{"params": moved}], optimizer.state)
+        if not any(id(param) in names for group in optimizer.param_groups for param in group["params"]):
+            continue  # it trains another module
         if isinstance(optimizer, Muon):
             optimizer.sort_parameters()
         if isinstance(optimizer, CoreMuon):
-            _check_owned(optimizer, {id(param): name for name, param in now.items()})
+            _check_owned(optimizer, names)
 
 
 def warn_of_unheld(optimizers: list[Optimizer], module: nn.Module) -> None:

@@ -153,8 +153,12 @@ def check_options(group: dict[str, Any], where: str = "", prefix: str = "") -> N
     # An eps that is zero, also after rounding, turns the all-zero gradient of an unused layer into NaN
     # weights.
     eps = group["eps"]
-    if not _is_number(eps) or not math.isfinite(eps) or not torch.tensor(eps, dtype=NS_DTYPES[name]) > 0:
+    if not _is_number(eps) or not math.isfinite(eps) or not _rounded(eps, name) > 0:
         raise fail("eps", f"a finite number > 0 in {name}")
+
+
+def _rounded(value: float, dtype: str) -> float:
+    return torch.tensor(value, dtype=NS_DTYPES[dtype], device="cpu").item()  # also where the default device is meta
 
 
 def group_label(index: int) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import lightning as L
 import torch
-from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -65,7 +65,7 @@ class TextData(L.LightningDataModule):
 class GPTCLI(LightningCLI):
     """Windows are as long as the model's context."""
 
-    def add_arguments_to_parser(self, parser) -> None:  # type: ignore[no-untyped-def]
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.link_arguments("data.context", "model.context")
 
 

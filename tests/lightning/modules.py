@@ -258,6 +258,10 @@ class EarlyManualNet(EarlyOptimizerNet, ManualNet):
         self._optimizer = optimizers(self)
 
 
+class EarlyMetaNet(EarlyOptimizerNet, MetaNet):
+    """The same on the meta device."""
+
+
 def dataset(rows: int = ROWS) -> TensorDataset:
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(0, VOCABULARY, (rows, 6), generator=generator)

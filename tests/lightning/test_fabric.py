@@ -360,6 +360,15 @@ def test_a_norm_that_is_not_finite_is_an_error_on_every_rank() -> None:
         assert got["norm"] == float("inf")
 
 
+def _optimizer_before_module() -> None:
+    runner = fabric()
+    runner.setup(model())  # another one, whose parameters the optimizer does not hold
+    net = model()
+    optimizer = runner.setup_optimizers(dmuon_lightning.Muon(net.parameters(), **_FLOAT32))
+    wrapped = runner.setup_module(net)
+    _step(runner, wrapped, optimizer, next(iter(modules.loader())))
+
+
 def _mistakes() -> dict[str, str]:
     def message(call: Any, *args: Any, **kwargs: Any) -> str:
         error = capture_error(call, *args, **kwargs)
@@ -371,6 +380,7 @@ def _mistakes() -> dict[str, str]:
         "sharded": message(fabric().setup, sharded),
         "precision": message(fabric, "dmuon", precision="64-true"),
         "size": message(fabric, DMuonFabricStrategy(replicate_size=3)),
+        "order": message(_optimizer_before_module),
     }
 
 
@@ -379,3 +389,4 @@ def test_mistakes() -> None:
         assert said["sharded"].startswith("ValueError: 'blocks.0.")
         assert "does not support" in said["precision"] and "precision='64-true'" in said["precision"]
         assert "replicate_size=3" in said["size"]
+        assert said["order"].startswith("RuntimeError: Muon holds 'turn' from before")

@@ -195,6 +195,25 @@ def test_state_moves_along(make: Callable[..., Any]) -> None:
         assert_equal(after, before)
 
 
+def _on_meta(kind: str) -> list[float]:
+    trainer = make_trainer(DMuonStrategy(), max_epochs=1)
+    with trainer.init_module(empty_init=True):
+        module = getattr(modules, kind)(core_muon)
+    torch.manual_seed(3)
+    trainer.fit(module, modules.loader())
+    return module.losses
+
+
+def _both_on_meta() -> tuple[list[float], list[float]]:
+    return _on_meta("EarlyMetaNet"), _on_meta("MetaNet")
+
+
+def test_an_optimizer_over_meta_parameters() -> None:
+    for early, late in run_distributed(_both_on_meta, 2):
+        assert early == late
+        assert early[-1] < early[0] - 0.1
+
+
 def only_hidden(model: nn.Module) -> Any:
     return torch.optim.Muon(_hidden(model)[0], **MUON)
 
