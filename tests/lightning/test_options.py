@@ -112,7 +112,7 @@ FORMS: dict[str, tuple[type[modules.Net], Any]] = {
 def _run(kind: type[modules.Net], options: Any) -> dict[str, Any]:
     module = kind(muon)
     strategy = options if isinstance(options, str) else DMuonStrategy(**options)
-    trainer = make_trainer(strategy, max_epochs=1)
+    trainer = make_trainer(strategy, max_epochs=1, gradient_clip_val=0.5)
     trainer.validate(module, modules.loader(), verbose=False)
     trainer.fit(module, modules.loader(), modules.loader())
     weights = {name.replace("_orig_mod.", ""): weight for name, weight in full_weights(module).items()}
