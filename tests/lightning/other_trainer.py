@@ -69,12 +69,13 @@ def main(folder: Path, devices: int) -> dict[str, Any]:
     def strategy() -> Any:
         return DMuonStrategy(reshard_after_forward=False) if devices == 1 else "dmuon_z2"
 
-    callbacks = [DMuonWeightAveraging(decay=0.5), ModelCheckpoint(folder, "{epoch}")]
+    callbacks: list[pl.Callback] = [DMuonWeightAveraging(decay=0.5), ModelCheckpoint(folder, "{epoch}")]
     module = Net()
     trainer = pl.Trainer(strategy=strategy(), max_epochs=3, gradient_clip_val=0.5, callbacks=callbacks, **options)
     trainer.fit(module, data(), data())
     again = Net()
-    trainer = pl.Trainer(strategy=strategy(), max_epochs=5, callbacks=[DMuonWeightAveraging(decay=0.5)], **options)
+    callbacks = [DMuonWeightAveraging(decay=0.5)]
+    trainer = pl.Trainer(strategy=strategy(), max_epochs=5, callbacks=callbacks, enable_checkpointing=False, **options)
     trainer.fit(again, data(), data(), ckpt_path=str(folder / "epoch=2.ckpt"), weights_only=False)
     return {
         "rank": trainer.global_rank,
