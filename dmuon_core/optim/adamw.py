@@ -44,10 +44,10 @@ def adamw_update(group: dict[str, Any], state: Any) -> None:
         [local(state[p]["step"]) for p in params],
         has_complex=any(p.is_complex() for p in params),
         amsgrad=False,
-        maximize=False,
+        maximize=group["maximize"],
         beta1=beta1,
         beta2=beta2,
         lr=group["lr"],
-        weight_decay=group["weight_decay"],
+        weight_decay=float(group["weight_decay"]),
         eps=group["eps"],
     )

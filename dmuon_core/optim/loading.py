@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dmuon_core.optim.groups import GROUP_DEFAULTS, group_label, param_label
+from dmuon_core.optim.local import zeros_for_state
+from dmuon_core.optim.update import state_shapes
 from dmuon_core.owned_tensor import OwnedTensor, own_like
 
 
@@ -27,14 +29,14 @@ def adopt_groups(saved: list[dict[str, Any]], current: list[dict[str, Any]]) -> 
                 f"a group that uses {algorithm!r}; build the optimizer with the same groups, in the same "
                 "order, as when the state was saved"
             )
-        for variant in ("amsgrad", "maximize"):
-            if theirs.get(variant):
-                raise ValueError(
-                    f"Muon: the state loaded into {group_label(index)} was saved with {variant}=True, which "
-                    "Muon does not support; start this group without saved state"
-                )
+        if theirs.get("amsgrad"):
+            raise ValueError(
+                f"Muon: the state loaded into {group_label(index)} was saved with amsgrad=True, which "
+                "Muon does not support; start this group without saved state"
+            )
         own_keys = ("algorithm", "name", *GROUP_DEFAULTS[algorithm])
-        adopted.append({**{key: ours[key] for key in own_keys if key in ours}, **theirs})
+        kept = {key: ours[key] for key in ("split",) if key in ours}  # of the model, not of the training
+        adopted.append({**{key: ours[key] for key in own_keys if key in ours}, **theirs, **kept})
     return adopted
 
 
@@ -47,11 +49,12 @@ def check_loaded_state(groups: list[dict[str, Any]], state: Any) -> None:
     for index, group in enumerate(groups):
         for position, p in enumerate(group["params"]):
             for key, value in _tensors(state, p):
-                if value.shape != p.shape:
+                expected = tuple(state_shapes(group, position).get(key, p.shape))
+                if tuple(value.shape) != expected:
                     name = param_label(group, position, group_label(index))
                     raise ValueError(
                         f"Muon: the loaded {key!r} of {name} has shape {tuple(value.shape)}, the parameter "
-                        f"{tuple(p.shape)}; was the state saved from the same model, in the same order?"
+                        f"needs {expected}; was the state saved from the same model, in the same order?"
                     )
 
 
@@ -69,7 +72,9 @@ def place_state(groups: list[dict[str, Any]], state: Any) -> None:
 
 def _placed_like(value: Tensor, p: Tensor) -> Tensor:
     if isinstance(p, OwnedTensor):
-        return own_like(value, p.zeros_at_home())
+        like = zeros_for_state(p, value.shape)
+        assert isinstance(like, OwnedTensor)
+        return own_like(value, like)
     if isinstance(p, DTensor):
         if not isinstance(value, DTensor):
             return distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None)
