@@ -38,7 +38,7 @@ class Muon(torch.optim.Optimizer):
 
     Every group has its own ``lr`` and ``weight_decay``, so learning-rate schedulers work on all of them, and
     a zero is a value. Math, defaults and state keys are those of ``torch.optim.Muon`` and
-    ``torch.optim.AdamW``; with the default ``ns_*`` options and ``batched=False`` the results are equal bit for bit.
+    ``torch.optim.AdamW``; with the default options of Newton-Schulz the results are equal bit for bit.
     Two things differ: parameters with more than two dimensions are allowed (see ``split``), and the momentum of a
     bfloat16 parameter survives ``nesterov=False`` (stock Newton-Schulz normalizes it in place).
 
@@ -65,9 +65,9 @@ class Muon(torch.optim.Optimizer):
         ns_dtype: dtype of Newton-Schulz: bfloat16, float16, float32 or float64.
         ns_form: "direct"; "gram", cheaper for long matrices, not in bfloat16; or "auto", the faster one
             (:func:`dmuon_core.optim.newton_schulz.orthogonalize`).
-        batched: orthogonalize the matrices of one shape that this rank owns together. Much faster for small ones.
-            The result may differ in the last bit of ``ns_dtype`` from that of one matrix at a time, because another
-            kernel runs the products; on CPU it does not in bfloat16, and by up to 3e-6 in float32.
+        batched: orthogonalize the matrices of one shape that this rank owns together, across layers; much faster for
+            small ones. Another kernel runs the products then, so that they may differ from those of one matrix at a
+            time in the last bit of ``ns_dtype``: updates by up to 1e-5 in float32 and 2e-2 in bfloat16.
         split: which matrices a parameter stands for, each of which is orthogonalized and scaled by itself: a spec, a
             mapping of name patterns to specs, or a function ``(name, parameter) -> spec or None``. Specs are 3 or
             "rows:3" (fused QKV, or as many heads), (4096, 1024, 1024), "columns:12", "experts", "whole", see
@@ -114,7 +114,7 @@ class Muon(torch.optim.Optimizer):
         *,
         ns_dtype: torch.dtype = torch.bfloat16,
         ns_form: newton_schulz.Form = "direct",
-        batched: bool = True,
+        batched: bool = False,
         split: SplitRule | None = None,
         groups: Mapping[str, Mapping[str, Any]] | None = None,
         maximize: bool = False,

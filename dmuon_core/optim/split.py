@@ -164,15 +164,17 @@ def model_splits(model: nn.Module, rule: SplitRule | None = None) -> dict[str, s
     Raises:
         ValueError: a pattern that matches no parameter, or as :func:`resolve_split`.
     """
+    convolutions = {
+        id(p)
+        for module in model.modules()
+        if isinstance(module, _ConvNd) or "conv" in type(module).__name__.lower()
+        for p in module.parameters(recurse=False)
+    }
     specs: dict[str, str | None] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        convolution = isinstance(module, _ConvNd) or "conv" in type(module).__name__.lower()
-        for own_name, p in module._parameters.items():
-            name = f"{prefix}.{own_name}" if prefix else own_name
-            if p is None or p.ndim < 2:
-                continue
+    for name, p in model.named_parameters():
+        if p.ndim >= 2:
             spec = resolve_split(rule, name, p)
-            specs[name] = "experts" if spec is None and p.ndim == 3 and not convolution else spec
+            specs[name] = "experts" if spec is None and p.ndim == 3 and id(p) not in convolutions else spec
     misspelt = unmatched_patterns(rule, list(specs))
     if misspelt:
         raise ValueError(f"split: no parameter of {type(model).__name__} with two dimensions fits {misspelt}")
@@ -181,5 +183,5 @@ def model_splits(model: nn.Module, rule: SplitRule | None = None) -> dict[str, s
 
 def matrix_parts(model: nn.Module, rule: SplitRule | None = None) -> dict[str, tuple[tuple[int, int], ...]]:
     """``(m, n)`` of each matrix that every parameter stands for, by name: what the partition has to cost. Local."""
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     return {name: parse_split(spec, shapes[name], name).parts for name, spec in model_splits(model, rule).items()}

@@ -124,8 +124,8 @@ def test_strided_input_equals_contiguous_input():
 @pytest.mark.parametrize("name", ["quintic", "polar_express", "cans"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_every_schedule_and_dtype_against_float64(shape, name, dtype):
-    """Relative errors in the Frobenius norm, measured below two thirds of these; float32 sums of 24 products, 1e-7 each,
-    are multiplied by up to the product of all `a`, a thousand, in directions of small singular values."""
+    """Relative errors in the Frobenius norm, measured below two thirds of these: the rounding of a product, 1e-7 in
+    float32, is multiplied by up to the product of all `a`, a thousand, where singular values are small."""
     g = matrix(shape)
     exact = polynomials_of_singular_values(g, schedule(name, 5))
     error = torch.linalg.norm(orthogonalize(g, name, dtype=dtype).double() - exact) / torch.linalg.norm(exact)
