@@ -55,11 +55,11 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "gram": ({"ns_form": "gram"}, {}),
     "auto": ({"ns_form": "auto"}, {}),
-    "one at a time": ({"batched": False}, {}),
+    "batched": ({"batched": True}, {}),
     "tensors": ({key: torch.tensor([x], dtype=torch.float64) for key, x in (("lr", 0.02), ("weight_decay", 0.1))}, {}),
     "all": (
         {"normuon": True, "cautious_weight_decay": True, "maximize": True, "adjust_lr_fn": "match_rms_adamw",
-         "ns_coefficients": "polar_express", "ns_form": "gram", "nesterov": False},
+         "ns_coefficients": "polar_express", "ns_form": "gram", "nesterov": False, "batched": True},
         {"normuon": True, "cautious": True, "maximize": True, "adjust": "match_rms_adamw",
          "polynomials": schedule("polar_express", 5), "nesterov": False},
     ),
@@ -105,13 +105,13 @@ def test_equals_the_float64_specification(layout, name):
     "options", [{}, {"nesterov": False}, {"adjust_lr_fn": "match_rms_adamw"}, {"lr": torch.tensor(0.02)}]
 )
 def test_matrices_of_one_shape_equal_stock(options):
-    """Bit for bit one at a time; as a batch within the rounding of bfloat16, and on this machine bit for bit too."""
+    """Bit for bit by default; as batches within the rounding of bfloat16."""
     shapes = [(6, 9), (9, 6), (6, 9), (4, 4), (6, 9), (9, 6)]
     results = {}
     for kind, make in {
         "stock": lambda ps: torch.optim.Muon(ps, **{"lr": 0.02, **options}),
-        "one at a time": lambda ps: Muon(ps, batched=False, **{"lr": 0.02, **options}),
-        "batched": lambda ps: Muon(ps, **{"lr": 0.02, **options}),
+        "one at a time": lambda ps: Muon(ps, **{"lr": 0.02, **options}),
+        "batched": lambda ps: Muon(ps, batched=True, **{"lr": 0.02, **options}),
     }.items():
         params = [nn.Parameter(randn(*shape, seed=i, dtype=torch.float32)) for i, shape in enumerate(shapes)]
         train(params, make(params), lambda index, step: gradient(shapes[index], index, step, torch.float32))
@@ -164,7 +164,7 @@ def test_batches_are_really_formed(monkeypatch):
         assert calls == expected
     monkeypatch.setattr(update, "_WINDOW", 2 * 54 + 54)  # three matrices of 54 elements at once
     calls.clear()
-    Muon(named, split={"w4": "experts"}).step()
+    Muon(named, split={"w4": "experts"}, batched=True).step()
     assert calls == [(2, 6, 9), (9, 6), (4, 4), (2, 6, 9)]
 
 
@@ -190,7 +190,7 @@ def test_maximize_reaches_adamw_groups():
     assert not torch.equal(p, before)
 
 
-@pytest.mark.parametrize("options", [{}, {"normuon": True, "cautious_weight_decay": True}, {"ns_dtype": torch.float32}])
+@pytest.mark.parametrize("options", [{}, {"normuon": True, "cautious_weight_decay": True, "ns_dtype": torch.float32}])
 @pytest.mark.slow  # a minute of the C++ compiler
 def test_the_compiled_step_equals_the_eager_one(options):
     shapes = [(6, 9), (9, 6), (6, 9), (12, 4)]
@@ -257,7 +257,7 @@ def test_unfit_normuon_state_leaves_everything_untouched():
 
 
 def test_options_come_back_with_a_checkpoint():
-    options = {"normuon": True, "beta2": 0.5, "cautious_weight_decay": True, "ns_form": "auto", "batched": False}
+    options = {"normuon": True, "beta2": 0.5, "cautious_weight_decay": True, "ns_form": "auto", "batched": True}
     optimizer = Muon([("w", nn.Parameter(randn(4, 6)))], **options, ns_coefficients=[[2.0, -1.5, 0.5]])
     other = Muon([("w", nn.Parameter(randn(4, 6)))])
     other.load_state_dict(optimizer.state_dict())

@@ -161,13 +161,13 @@ FORMS = [(torch.bfloat16, "direct"), *((d, f) for d in (torch.float16, torch.flo
 @pytest.mark.parametrize("shape", [(5, 8, 8), (3, 4, 24), (3, 24, 4), (4, 1, 16), (2, 16, 1), (2, 3, 6, 5), (1, 7, 9)])
 @pytest.mark.parametrize(("dtype", "form"), FORMS)
 def test_a_batch_equals_its_matrices(shape, dtype, form):
-    """Bit for bit on CPU in bfloat16. Elsewhere another kernel may add in another order: an ulp or so of a product,
-    which the steps multiply by up to the product of all `a`. The bound holds for the other dtypes here."""
+    """Another kernel may add in another order: a last bit of a product, which the steps multiply where singular values
+    are small. Alone in its batch a matrix takes the same kernel."""
     batch = matrix(shape).to(torch.float32)
     together = orthogonalize(batch, dtype=dtype, form=form)
     assert together.shape == batch.shape and together.dtype == dtype
     alone = [orthogonalize(g, dtype=dtype, form=form) for g in batch.flatten(0, -3)]
-    if dtype == torch.bfloat16 or len(alone) == 1:
+    if len(alone) == 1:
         assert torch.equal(together.flatten(0, -3), torch.stack(alone))
     bound = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(together.flatten(0, -3), torch.stack(alone), rtol=0, atol=bound)
