@@ -67,10 +67,11 @@ def place_state(groups: list[dict[str, Any]], state: Any) -> None:
     """
     for p in chain.from_iterable(group["params"] for group in groups):
         for key, value in _tensors(state, p):
-            state[p][key] = _placed_like(value, p)
+            state[p][key] = placed_like(value, p)
 
 
-def _placed_like(value: Tensor, p: Tensor) -> Tensor:
+def placed_like(value: Tensor, p: Tensor) -> Tensor:
+    """``value`` as state of ``p``: whole where ``p`` is plain, else with its placement. See :func:`place_state`."""
     if isinstance(p, OwnedTensor):
         like = zeros_for_state(p, value.shape)
         assert isinstance(like, OwnedTensor)
