@@ -119,9 +119,11 @@ def choose_form(m: int, n: int, dtype: torch.dtype, device_type: str = "cpu") ->
 
     Never "gram" in bfloat16, which has not the precision for it; nor where nothing was measured.
     """
-    if dtype not in gram.DTYPES or device_type != "cpu" or dtype == torch.float16:
+    if dtype not in (torch.float32, torch.float64) or device_type != "cpu":
         return "direct"
-    return "gram" if max(m, n) >= 2 * min(m, n) else "direct"
+    short, long = min(m, n), max(m, n)
+    # Small matrices pay for the number of products, large ones for FLOPs, which are equal at 1.5.
+    return "gram" if long >= (2 if short >= 128 else 3) * short else "direct"
 
 
 def flops(m: int, n: int, steps: int = STEPS, scheme: Literal["direct", "gram"] = "direct", restarts: int = 1) -> int:
