@@ -1,4 +1,4 @@
-"""Muon on owned matrices beside FSDP2 + AdamW, FSDP2 + stock Muon and other packages: `python -m benchmarks.compare`.
+"""Muon on owned matrices beside FSDP2 + AdamW, FSDP2 + Muon and other packages: `python -m benchmarks.compare`.
 
 All train the same GPT on the same processes and take turns, one step each, so that whatever else the machine does meets
 all of them alike. Bytes, FLOPs and memory are counted for each alone. Writes tables and a picture into docs/.
@@ -41,7 +41,7 @@ def run(processes: int, batch: int, args: argparse.Namespace, alone: str | None 
 def timing_table(runs: dict[tuple[int, int], Any], context: int) -> list[str]:
     lines = [
         "| processes | tokens per step | | step, ms (quartiles) | / AdamW | forward+backward, ms | / AdamW "
-        "| optimizer, ms | / stock Muon | CPU s |",
+        "| optimizer, ms | / gathered | CPU s |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for (processes, batch), times in runs.items():

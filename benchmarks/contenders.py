@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from benchmarks.step_time import GatheringMuon
 from dmuon_core import Muon, dedicate_params, default_boundaries
 from dmuon_core.targets import muon_targets
 from examples.gpt import GPT, GPTConfig
@@ -54,8 +55,14 @@ def fsdp2_adamw(config: GPTConfig, mesh: DeviceMesh) -> Contender:
     return Contender(model, [torch.optim.AdamW([*hidden, *rest], lr=1e-3, fused=True)])
 
 
+def fsdp2_gathered_muon(config: GPTConfig, mesh: DeviceMesh) -> Contender:
+    """The redundant way: every rank gathers every gradient and computes all of the update."""
+    model, hidden, rest = _sharded(config, mesh)
+    return Contender(model, [GatheringMuon(hidden, lr=0.01), torch.optim.AdamW(rest, lr=1e-3, fused=True)])
+
+
 def fsdp2_stock_muon(config: GPTConfig, mesh: DeviceMesh) -> Contender:
-    """The redundant way: DTensor gathers what a product needs, and every rank computes all of it."""
+    """DTensor divides the products among the ranks and gathers what each of them needs."""
     model, hidden, rest = _sharded(config, mesh)
     return Contender(model, [torch.optim.Muon(hidden, lr=0.01), torch.optim.AdamW(rest, lr=1e-3, fused=True)])
 
@@ -82,14 +89,15 @@ def _dmuon(zero3: bool, **options: object) -> Callable[[GPTConfig, DeviceMesh], 
     return build
 
 
-BASELINE, REDUNDANT = "FSDP2 + AdamW", "FSDP2 + stock Muon"
+BASELINE, REDUNDANT = "FSDP2 + AdamW", "FSDP2 + Muon, gathered"
 
 
 def contenders() -> dict[str, Callable[[GPTConfig, DeviceMesh], Contender]]:
     """Builders by name; other packages only where they are installed."""
     found = {
         BASELINE: fsdp2_adamw,
-        REDUNDANT: fsdp2_stock_muon,
+        REDUNDANT: fsdp2_gathered_muon,
+        "FSDP2 + torch.optim.Muon": fsdp2_stock_muon,
         "this library, Z3": _dmuon(True),
         "this library, Z2": _dmuon(False),
         "this library, Z3, batched": _dmuon(True, batched=True),
