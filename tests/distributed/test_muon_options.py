@@ -10,7 +10,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -24,15 +28,18 @@ DIM, HEADS, EXPERTS, ROWS, STEPS = 6, 2, 3, 8, 3
 
 
 class Block(nn.Module):
-    """Fused QKV with one key head for two query heads, stacked experts of which all run, a convolution."""
+    """Stacked experts of which all run, a convolution, and fused QKV with one key head for two query heads.
+
+    QKV comes last: its block is published to replicas as soon as it is done, which must be after it was clipped.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(DIM)
-        self.qkv = nn.Linear(DIM, 4 * DIM // 2)
         self.up = nn.Parameter(torch.randn(EXPERTS, DIM, 10) / 3)
         self.down = nn.Parameter(torch.randn(EXPERTS, 10, DIM) / 3)
         self.conv = nn.Conv1d(DIM, DIM, 3, padding=1, bias=False)
+        self.qkv = nn.Linear(DIM, 4 * DIM // 2)
         self.logits: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -170,12 +177,17 @@ def _save(folder: str) -> None:
     dcp.save({"m": model.state_dict(), "o": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
 
 
-def _resume(folder: str, replicas: int) -> dict[str, Tensor]:
+def _resume(folder: str, replicas: int, one_file: bool) -> dict[str, Tensor]:
     model, optimizer = build(replicas, OPTIONS["normuon"])
     state = {"m": model.state_dict(), "o": get_optimizer_state_dict(model, optimizer)}
     dcp.load(state, checkpoint_id=folder)
     model.load_state_dict(state["m"])
     set_optimizer_state_dict(model, optimizer, state["o"])
+    if one_file:
+        # Through full tensors on rank 0 and back, as one-file checkpoints go.
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        full_state = get_optimizer_state_dict(model, optimizer, options=options)
+        set_optimizer_state_dict(model, optimizer, full_state, options=options)
     train(model, optimizer, range(STEPS, 2 * STEPS), dist.get_rank(), dist.get_world_size())
     return tensors_of(model, optimizer)
 
@@ -183,6 +195,6 @@ def _resume(folder: str, replicas: int) -> dict[str, Tensor]:
 def test_state_of_normuon_goes_into_any_layout(tmp_path):
     run_distributed(_save, 2, str(tmp_path))
     want = one_process(OPTIONS["normuon"], 2 * STEPS)
-    for world, replicas in ((4, 2), (1, 1)):
-        for got in run_distributed(_resume, world, str(tmp_path), replicas):
+    for world, replicas, one_file in ((4, 2, False), (2, 1, True), (1, 1, False)):
+        for got in run_distributed(_resume, world, str(tmp_path), replicas, one_file):
             assert_close(got, want, 2e-5, f"{world} processes")
