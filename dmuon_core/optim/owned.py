@@ -160,6 +160,8 @@ class OwnedOptimizer(torch.optim.Optimizer):
             self.state, self.param_groups = own, groups
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        if "defaults" in state:  # from copy or pickle
+            raise TypeError("an OwnedOptimizer cannot be copied or pickled: save its state_dict()")
         # load_state_dict comes here with matched groups and state.
         place_states([p for group in state["param_groups"] for p in group["params"]], state["state"])
         super().__setstate__(state)

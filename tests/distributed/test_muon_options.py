@@ -192,6 +192,7 @@ def _resume(folder: str, replicas: int, one_file: bool) -> dict[str, Tensor]:
     return tensors_of(model, optimizer)
 
 
+@pytest.mark.slow  # four jobs
 def test_state_of_normuon_goes_into_any_layout(tmp_path):
     run_distributed(_save, 2, str(tmp_path))
     want = one_process(OPTIONS["normuon"], 2 * STEPS)

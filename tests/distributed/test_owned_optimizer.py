@@ -320,6 +320,8 @@ def test_on_a_plain_model():
     assert_equal(feed(resumed, loaded, more), feed(model, optimizer, more), "resumed")
     with pytest.raises(NotImplementedError, match="build a new one"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, 2))]})
+    with pytest.raises(TypeError, match="cannot be copied or pickled"):
+        copy.deepcopy(optimizer)
     with pytest.raises(ValueError, match="Embedding has no matrix to train"):
         OwnedOptimizer(nn.Embedding(3, 3), stock_muon, adamw)
 
