@@ -10,6 +10,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,11 @@ import torch
 import torch.distributed._state_dict_utils as state_dict_utils
 import torch.distributed.fsdp._fully_shard._fsdp_init as fsdp_init
 import torch.nn as nn
+import torch.optim._muon as stock_muon
 from torch.distributed.fsdp import FSDPModule
 
 from dmuon_core import registry
+from dmuon_core.optim.local import local
 from dmuon_core.owned_tensor import OwnedTensor
 
 
@@ -112,10 +115,25 @@ class Patch:
             setattr(holder, self.name, replacement)
 
 
+_waiting: list[Callable[[], None]] = []
+
+
+@contextmanager
+def before_fully_shard(call: Callable[[], None]) -> Iterator[None]:
+    """In this context ``call`` runs once, when ``fully_shard`` is first called, before it has done anything. Local."""
+    _waiting.append(call)
+    try:
+        yield
+    finally:
+        _waiting[:] = [other for other in _waiting if other is not call]
+
+
 def _ignore_owned(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_managed_states(
         modules: list[nn.Module], ignored_params: set[nn.Parameter] | None = None, *args: Any, **kwargs: Any
     ) -> Any:
+        while _waiting:
+            _waiting.pop()()
         owned = {p for m in modules for p in m.parameters(recurse=False) if isinstance(p, OwnedTensor)}
         return original(modules, owned | (ignored_params or set()), *args, **kwargs)
 
@@ -145,6 +163,27 @@ def _distribute_to_owners(original: Callable[..., Any]) -> Callable[..., Any]:
     return distribute_tensors
 
 
+def _step_at_home(original: Callable[..., Any]) -> Callable[..., Any]:
+    def muon(
+        params: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        muon_momentum_bufs: list[torch.Tensor],
+        **options: Any,
+    ) -> None:
+        stepped: list[tuple[torch.Tensor, ...]] = []
+        for p, *grad_and_state in zip(params, grads, muon_momentum_bufs, strict=True):
+            if not isinstance(p, OwnedTensor):
+                stepped.append((p, *grad_and_state))
+                continue
+            p.leave_to_home()
+            if p.is_home:
+                stepped.append((local(p), *map(local, grad_and_state)))
+        if stepped:
+            original(*map(list, zip(*stepped, strict=True)), **options)
+
+    return muon
+
+
 PATCHES = [
     Patch(
         fsdp_init,
@@ -168,6 +207,13 @@ PATCHES = [
         _distribute_to_owners,
         "a full state dict that rank 0 broadcasts reaches the owners whole",
         everywhere=True,
+    ),
+    Patch(
+        stock_muon,
+        "muon",
+        ("params", "grads", "muon_momentum_bufs"),
+        _step_at_home,
+        "torch.optim.Muon steps owned matrices whole, each on its owner",
     ),
 ]
 

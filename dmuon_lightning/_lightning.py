@@ -1,0 +1,50 @@
+"""What this package uses of Lightning, from the distribution that is installed.
+
+``lightning`` holds both the Trainer and Fabric. ``pytorch_lightning`` with ``lightning_fabric`` is the same code as a
+second tree of classes, which the first knows nothing of; it is used here only where it is installed alone. Where both
+are, :mod:`dmuon_lightning.pytorch_lightning` has the classes for the second.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning_utilities.core.imports import module_available
+
+if TYPE_CHECKING or module_available("lightning"):
+    from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+    from lightning.fabric.strategies import STRATEGY_REGISTRY as FabricRegistry
+    from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
+    from lightning.fabric.strategies.strategy import _BackwardSyncControl as BackwardSyncControl
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+    from lightning.fabric.utilities.init import _materialize_distributed_module as materialize
+    from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import WeightAveraging
+    from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
+else:
+    from lightning_fabric.plugins.collectives.torch_collective import default_pg_timeout
+    from lightning_fabric.strategies import STRATEGY_REGISTRY as FabricRegistry
+    from lightning_fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
+    from lightning_fabric.strategies.strategy import _BackwardSyncControl as BackwardSyncControl
+    from lightning_fabric.utilities.exceptions import MisconfigurationException
+    from lightning_fabric.utilities.init import _materialize_distributed_module as materialize
+    from lightning_fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
+    from pytorch_lightning import LightningModule, Trainer
+    from pytorch_lightning.callbacks import WeightAveraging
+    from pytorch_lightning.strategies import ModelParallelStrategy, StrategyRegistry
+
+__all__ = [
+    "BackwardSyncControl",
+    "FabricModelParallelStrategy",
+    "FabricRegistry",
+    "LightningModule",
+    "MisconfigurationException",
+    "ModelParallelStrategy",
+    "StrategyRegistry",
+    "Trainer",
+    "WeightAveraging",
+    "default_pg_timeout",
+    "materialize",
+    "optimizers_to_device",
+]
