@@ -15,6 +15,7 @@ if TYPE_CHECKING or module_available("lightning"):
     from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
     from lightning.fabric.strategies import STRATEGY_REGISTRY as FabricRegistry
     from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
+    from lightning.fabric.strategies.fsdp import _is_sharded_checkpoint as is_sharded_checkpoint
     from lightning.fabric.strategies.strategy import _BackwardSyncControl as BackwardSyncControl
     from lightning.fabric.utilities.exceptions import MisconfigurationException
     from lightning.fabric.utilities.init import _materialize_distributed_module as materialize
@@ -26,6 +27,7 @@ else:
     from lightning_fabric.plugins.collectives.torch_collective import default_pg_timeout
     from lightning_fabric.strategies import STRATEGY_REGISTRY as FabricRegistry
     from lightning_fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
+    from lightning_fabric.strategies.fsdp import _is_sharded_checkpoint as is_sharded_checkpoint
     from lightning_fabric.strategies.strategy import _BackwardSyncControl as BackwardSyncControl
     from lightning_fabric.utilities.exceptions import MisconfigurationException
     from lightning_fabric.utilities.init import _materialize_distributed_module as materialize
@@ -45,6 +47,7 @@ __all__ = [
     "Trainer",
     "WeightAveraging",
     "default_pg_timeout",
+    "is_sharded_checkpoint",
     "materialize",
     "optimizers_to_device",
 ]

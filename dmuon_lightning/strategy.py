@@ -24,10 +24,12 @@ from dmuon_lightning._lightning import (
     StrategyRegistry,
     Trainer,
     default_pg_timeout,
+    is_sharded_checkpoint,
     materialize,
     optimizers_to_device,
 )
-from dmuon_lightning.checkpoint import load_one_file
+from dmuon_lightning.checkpoint import load_one_file, save_aside, write_one_file
+from dmuon_lightning.checkpoint_folder import load_folder
 from dmuon_lightning.optimizers import rebind, warn_of_unheld
 from dmuon_lightning.precision import check_precision, clip_by_global_norm
 from dmuon_lightning.settings import ModulePolicy, Settings, Targets, checkpoint_activations
@@ -205,14 +207,28 @@ class TrainerStrategy(_Base):
         return saved
 
     @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        stock_io = type(self.checkpoint_io).__name__ == "TorchCheckpointIO"  # of either distribution
+        if not stock_io and not self._save_distributed_checkpoint:
+            return super().save_checkpoint(checkpoint, filepath, storage_options)  # how to write is the plugin's matter
+        path = Path(self.broadcast(filepath))
+        if storage_options is not None:
+            raise TypeError("DMuonStrategy writes to a file system that all processes see: leave storage_options out")
+        if path.is_dir() and not is_sharded_checkpoint(path):
+            raise IsADirectoryError(f"The checkpoint path exists and is a directory: {path}")
+        if self._save_distributed_checkpoint:
+            save_aside(path, lambda aside: super(TrainerStrategy, self).save_checkpoint(checkpoint, aside))
+        else:
+            save_aside(path, lambda aside: write_one_file(checkpoint, aside))
+
+    @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(checkpoint_path))
-        if not path.is_file():
-            return super().load_checkpoint(path, weights_only)
         assert self.model is not None
         assert self.lightning_module is not None
         strict = self.lightning_module.strict_loading
-        return load_one_file(path, self.model, self.optimizers, strict=strict, weights_only=weights_only)
+        load = load_folder if path.is_dir() else load_one_file
+        return load(path, self.model, self.optimizers, strict=strict, weights_only=weights_only)
 
 
 class DMuonStrategy(TrainerStrategy, ModelParallelStrategy):

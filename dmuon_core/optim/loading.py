@@ -8,34 +8,71 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from dmuon_core.names import canonical_name
 from dmuon_core.optim.groups import GROUP_DEFAULTS, group_label, param_label
 from dmuon_core.owned_tensor import OwnedTensor, own_like
+
+#: What each algorithm keeps of a parameter.
+STATE_KEYS = {"muon": ("momentum_buffer",), "adamw": ("step", "exp_avg", "exp_avg_sq")}
 
 
 def adopt_groups(saved: list[dict[str, Any]], current: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the saved groups, with what stock ``torch.optim.Muon`` and ``AdamW`` do not save from ours.
 
     Raises:
-        ValueError: a saved group is of another algorithm, or of an AdamW variant that Muon does not have.
+        ValueError: a saved group is of another algorithm, of an AdamW variant that Muon does not have, or of parameters
+            with other names.
     """
     adopted = []
     for index, (theirs, ours) in enumerate(zip(saved, current, strict=True)):
-        algorithm = theirs.get("algorithm") or ("adamw" if "betas" in theirs else "muon")
-        if algorithm != ours["algorithm"]:
-            raise ValueError(
-                f"Muon: {group_label(index)} uses {ours['algorithm']!r}, but the loaded state was saved by "
-                f"a group that uses {algorithm!r}; build the optimizer with the same groups, in the same "
-                "order, as when the state was saved"
-            )
-        for variant in ("amsgrad", "maximize"):
-            if theirs.get(variant):
-                raise ValueError(
-                    f"Muon: the state loaded into {group_label(index)} was saved with {variant}=True, which "
-                    "Muon does not support; start this group without saved state"
-                )
-        own_keys = ("algorithm", "name", *GROUP_DEFAULTS[algorithm])
+        problem = group_problem(theirs, ours) or _names_problem(theirs, ours)
+        if problem:
+            raise ValueError(f"Muon: {group_label(index)} {problem}")
+        own_keys = ("algorithm", "name", *GROUP_DEFAULTS[ours["algorithm"]])
         adopted.append({**{key: ours[key] for key in own_keys if key in ours}, **theirs})
     return adopted
+
+
+def group_problem(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
+    """Why the options of a saved group cannot become those of our group; None if they can."""
+    algorithm = theirs.get("algorithm") or ("adamw" if "betas" in theirs else "muon")
+    if algorithm != ours["algorithm"]:
+        return (
+            f"uses {ours['algorithm']!r}, but the loaded state was saved by a group that uses {algorithm!r}; build the "
+            "optimizer with the same groups, in the same order, as when the state was saved"
+        )
+    for variant in ("amsgrad", "maximize"):
+        if theirs.get(variant):
+            return f"was saved with {variant}=True, which Muon does not support; start this group without saved state"
+    return None
+
+
+def _names_problem(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
+    pairs = zip(theirs.get("param_names") or [], ours.get("param_names") or [], strict=False)
+    other = [(saved, name) for saved, name in pairs if canonical_name(saved) != canonical_name(name)]
+    if not other:
+        return None
+    shown = ", ".join(f"'{saved}' where it has '{name}'" for saved, name in other[:4])
+    more = f" and {len(other) - 4} more" if len(other) > 4 else ""
+    return (
+        f"was saved with other parameters: {shown}{more}; build the optimizer with the same groups, or remove "
+        "'param_names' from the saved groups to load by position"
+    )
+
+
+def sizes_problem(saved: list[dict[str, Any]], current: list[dict[str, Any]]) -> str | None:
+    """How the saved groups differ from ours in number or size; None if they do not."""
+    if len(saved) != len(current):
+        return f"the loaded state has {len(saved)} parameter groups, this optimizer {len(current)}"
+    for index, (theirs, ours) in enumerate(zip(saved, current, strict=True)):
+        before, now = theirs.get("param_names") or [], ours.get("param_names") or []
+        if len(theirs["params"]) != len(ours["params"]):
+            gone = [f"'{name}' only in the loaded state" for name in before if name not in now]
+            new = [f"'{name}' only in the optimizer" for name in now if name not in before]
+            listed = f": {', '.join((gone + new)[:4])}" if before and now else ""
+            sizes = f"{len(theirs['params'])} parameters and has {len(ours['params'])}"
+            return f"{group_label(index)} was saved with {sizes}{listed}"
+    return None
 
 
 def check_loaded_state(groups: list[dict[str, Any]], state: Any) -> None:
@@ -53,6 +90,16 @@ def check_loaded_state(groups: list[dict[str, Any]], state: Any) -> None:
                         f"Muon: the loaded {key!r} of {name} has shape {tuple(value.shape)}, the parameter "
                         f"{tuple(p.shape)}; was the state saved from the same model, in the same order?"
                     )
+
+
+def drop_foreign_state(groups: list[dict[str, Any]], state: Any) -> None:
+    """Leave out what another algorithm saved of a parameter, which then starts without state. Local."""
+    for group in groups:
+        own = STATE_KEYS[group["algorithm"]]
+        for p in group["params"]:
+            found = state.pop(p, {})
+            if set(own) <= found.keys():
+                state[p] = {key: found[key] for key in own}
 
 
 def place_state(groups: list[dict[str, Any]], state: Any) -> None:

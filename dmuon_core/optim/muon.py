@@ -9,9 +9,10 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from dmuon_core.optim import newton_schulz
-from dmuon_core.optim.adamw import adamw_update
+from dmuon_core.optim.adamw import adamw_state, adamw_update
 from dmuon_core.optim.groups import (
     GROUP_DEFAULTS,
     NS_DTYPES,
@@ -22,7 +23,7 @@ from dmuon_core.optim.groups import (
     model_groups,
     param_label,
 )
-from dmuon_core.optim.loading import adopt_groups, check_loaded_state, place_state
+from dmuon_core.optim.loading import adopt_groups, check_loaded_state, drop_foreign_state, place_state, sizes_problem
 from dmuon_core.optim.local import gradient_problem, is_stepped_here, local, state_problem, zeros_for_state
 from dmuon_core.registry import drop_pending, publishing_as_updated
 
@@ -173,15 +174,57 @@ class Muon(torch.optim.Optimizer):
         super().zero_grad(set_to_none=set_to_none)
         drop_pending([p for group in self.param_groups for p in group["params"]])
 
+    def init_state(self) -> None:
+        """Give every parameter without state the one that its first step starts from: zeros, no step. Local.
+
+        Checkpoints of a sharded model need it: they load into state that is there, and must hold that of parameters
+        that never had a gradient. Parameters on the meta device are left out.
+        """
+        for group in self.param_groups:
+            initial = adamw_state if group["algorithm"] == "adamw" else muon_state
+            for p in group["params"]:
+                if not p.is_meta and not self.state.get(p):
+                    self.state[p] = initial(p)
+
+    @torch._disable_dynamo
+    def state_dict(self) -> dict[str, Any]:
+        """State and groups as any optimizer's; complete from the start if a parameter is sharded or owned. Local."""
+        if any(isinstance(p, DTensor) for group in self.param_groups for p in group["params"]):
+            self.init_state()
+        return super().state_dict()
+
+    @torch._disable_dynamo
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` gave, by position; see the class for what else it takes.
+
+        Raises:
+            ValueError: the groups or shapes differ; nothing was loaded.
+        """
+        try:
+            super().load_state_dict(state_dict)
+        except ValueError as error:
+            problem = sizes_problem(state_dict.get("param_groups", []), self.param_groups)
+            if problem is None:
+                raise
+            raise ValueError(
+                f"Muon: {problem}; build the optimizer with the same groups as when the state was saved"
+            ) from error
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         # load_state_dict hands over matched groups and state before it changes the optimizer; unpickling,
         # which also comes here, brings its own defaults and needs no adoption.
         if "defaults" not in state:
             groups = adopt_groups(state["param_groups"], self.param_groups)
+            drop_foreign_state(groups, state["state"])
             check_loaded_state(groups, state["state"])
             place_state(groups, state["state"])
             state = {**state, "param_groups": groups}
         super().__setstate__(state)
+
+
+def muon_state(p: Tensor) -> dict[str, Tensor]:
+    """State of a matrix before its first Muon step. Local."""
+    return {"momentum_buffer": zeros_for_state(p)}
 
 
 def muon_update(group: dict[str, Any], state: Any, updated: Callable[[Tensor], None]) -> None:
@@ -195,7 +238,7 @@ def muon_update(group: dict[str, Any], state: Any, updated: Callable[[Tensor], N
     for p in group["params"]:
         if p.grad is not None:
             if "momentum_buffer" not in state[p]:
-                state[p]["momentum_buffer"] = zeros_for_state(p)
+                state[p].update(muon_state(p))
             if is_stepped_here(p) and local(p).numel() > 0:
                 _update_matrix(local(p), local(p.grad), local(state[p]["momentum_buffer"]), group)
         updated(p)
