@@ -25,8 +25,9 @@ from dmuon_lightning._lightning import (
 from dmuon_lightning.optimizers import rebind, warn_of_unheld
 from dmuon_lightning.precision import check_precision
 from dmuon_lightning.settings import ModulePolicy, Settings, Targets, checkpoint_activations
-from dmuon_lightning.sharding import describe, shard_module
+from dmuon_lightning.sharding import shard_module
 from dmuon_lightning.strategy import register_strategies
+from dmuon_lightning.summary import describe
 
 if TYPE_CHECKING:
     _Base = FabricModelParallelStrategy

@@ -33,7 +33,8 @@ from dmuon_lightning.checkpoint_folder import load_folder
 from dmuon_lightning.optimizers import rebind, warn_of_unheld
 from dmuon_lightning.precision import check_precision, clip_by_global_norm
 from dmuon_lightning.settings import ModulePolicy, Settings, Targets, checkpoint_activations
-from dmuon_lightning.sharding import dedicate_module, describe, is_prepared, shard_module
+from dmuon_lightning.sharding import dedicate_module, is_prepared, shard_module
+from dmuon_lightning.summary import describe
 
 if TYPE_CHECKING:
     _Base = ModelParallelStrategy
