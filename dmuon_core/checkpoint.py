@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dmuon_core.names import canonical_name
-from dmuon_core.optim.loading import STATE_KEYS, group_problem
+from dmuon_core.optim.loading import STATE_KEYS, group_problem, unwrapped
 from dmuon_core.owned_tensor import Delivery, OwnedTensor
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def fit_optimizer_state(
     state: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     problems: list[str] = []
-    for optimizer in optimizers:
+    for optimizer in map(unwrapped, optimizers):
         if hasattr(optimizer, "init_state"):
             optimizer.init_state()
         members = [[names.get(p, ["?"]) for p in group["params"]] for group in optimizer.param_groups]

@@ -24,6 +24,7 @@ import torch.optim._muon as stock_muon
 from torch.distributed.fsdp import FSDPModule
 
 from dmuon_core import checkpoint, registry
+from dmuon_core.optim.loading import unwrapped
 from dmuon_core.optim.local import local
 from dmuon_core.optim.muon import Muon
 from dmuon_core.owned_tensor import OwnedTensor
@@ -232,8 +233,9 @@ def _fit_optimizer_state(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _start_from_zero(original: Callable[..., Any]) -> Callable[..., Any]:
     def init_optim_state(optim: Any) -> None:
-        if isinstance(optim, Muon):
-            optim.init_state()
+        own = unwrapped(optim)
+        if isinstance(own, Muon):
+            own.init_state()
         original(optim)
 
     return init_optim_state

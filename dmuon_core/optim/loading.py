@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
 
 from dmuon_core.names import canonical_name
 from dmuon_core.optim.groups import GROUP_DEFAULTS, group_label, param_label
@@ -14,6 +15,13 @@ from dmuon_core.owned_tensor import OwnedTensor, own_like
 
 #: What each algorithm keeps of a parameter.
 STATE_KEYS = {"muon": ("momentum_buffer",), "adamw": ("step", "exp_avg", "exp_avg_sq")}
+
+
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """The optimizer itself, where a trainer's wrapper keeps it as ``.optimizer``. Local."""
+    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
+    return optimizer
 
 
 def adopt_groups(saved: list[dict[str, Any]], current: list[dict[str, Any]]) -> list[dict[str, Any]]:

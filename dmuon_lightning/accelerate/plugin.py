@@ -27,7 +27,7 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
 from dmuon_core import OwnedTensor
-from dmuon_core.plan import make_plan
+from dmuon_core.plan import Plan, make_plan
 from dmuon_core.registry import find_dedicated
 from dmuon_core.targets import muon_targets
 from dmuon_lightning.accelerate import guard
@@ -143,9 +143,14 @@ class DMuonPlugin(FullyShardedDataParallelPlugin):
         is_second = self._announced is not None and self._announced() is plain
         if not is_second:
             self._check(plain)
-            self._announced = weakref.ref(plain)
+            plan = self._plan(plain)
+            if self.cpu_ram_efficient_loading:
+                self._check_loading(plain, plan.targets)
             if self._wraps_hooked_modules:
-                self._wrap_hooked_modules(plain)
+                names = {type(module).__name__ for _, module, _ in plan.boundaries if module is not plain}
+                self.auto_wrap_policy = transformer_auto_wrap_policy
+                self.transformer_cls_names_to_wrap = sorted(names)
+            self._announced = weakref.ref(plain)
         else:
             self._announced = None
         super().set_auto_wrap_policy(plain)
@@ -176,20 +181,30 @@ class DMuonPlugin(FullyShardedDataParallelPlugin):
                     f"'{name}' is sharded before Accelerator.prepare: DMuonPlugin needs a plain model, without "
                     "fully_shard and tensor parallelism"
                 )
-        if self.cpu_ram_efficient_loading:
-            persistent = set(model.state_dict()) - {name for name, _ in model.named_parameters(remove_duplicate=False)}
-            if persistent:
-                raise ValueError(
-                    f"Accelerate's cpu_ram_efficient_loading cannot load buffers such as '{min(persistent)}': set "
-                    "fsdp_cpu_ram_efficient_loading: false, or register them with persistent=False"
-                )
 
-    def _wrap_hooked_modules(self, model: nn.Module) -> None:
-        plan = make_plan(
+    def _check_loading(self, model: nn.Module, targets: dict[str, nn.Parameter]) -> None:
+        """Refuse what Accelerate's loader cannot load, or would load wrongly without a word."""
+        remedy = "set fsdp_cpu_ram_efficient_loading: false"
+        named = list(model.named_parameters(remove_duplicate=False))
+        buffers = set(model.state_dict()) - {name for name, _ in named}
+        if buffers:
+            raise ValueError(
+                f"Accelerate's cpu_ram_efficient_loading cannot load buffers such as '{min(buffers)}': {remedy}, or "
+                "register them with persistent=False"
+            )
+        owned = {id(param) for param in targets.values()}  # tied again when they get their owners
+        seen: set[int] = set()
+        for name, param in named if not hasattr(model, "tie_weights") else []:
+            if id(param) in seen and id(param) not in owned:
+                raise ValueError(
+                    f"Accelerate's cpu_ram_efficient_loading would untie '{name}': {remedy}, or give the model a method "
+                    "tie_weights() that ties it again"
+                )
+            seen.add(id(param))
+
+    def _plan(self, model: nn.Module) -> Plan:
+        return make_plan(
             model, self.targets_in(model), boundary_predicate(self.hook_boundary_predicate, model),
             self.hook_boundary_strict, shard_size=1, replicate_size=1, device=None, master_dtype=self.master_dtype,
             max_owned_bytes=None,
         )  # fmt: skip
-        self.auto_wrap_policy = transformer_auto_wrap_policy
-        names = {type(module).__name__ for _, module, _ in plan.boundaries if module is not model}
-        self.transformer_cls_names_to_wrap = sorted(names)

@@ -111,3 +111,20 @@ def steps(
 def difference(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
     assert got.keys() == want.keys()
     return max((got[name].double() - want[name].double()).abs().max().item() for name in want)
+
+
+def train_all(cases: list[tuple[Recipe, Setup]]) -> list[Training]:
+    """Inside a rank: several trainings one after the other, each with an Accelerator of its own."""
+    return [train(recipe, setup) for recipe, setup in cases if forget_accelerator()]
+
+
+def forget_accelerator() -> bool:
+    """Let the next Accelerator be the first one of this process."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    for name in list(os.environ):
+        if name.startswith(("ACCELERATE_", "FSDP_", "DMUON_")):  # Accelerate and its plugin also write some
+            del os.environ[name]
+    return True
