@@ -71,15 +71,15 @@ def restore(optimizer: Optimizer) -> None:
 
     Accelerate tells parameters apart by address, and what a rank does not own has none.
     """
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     for dedicated in _living():
-        owned = {canonical_name(param.fqn): param.rest for param in dedicated.params}
-        ids = {id(rest) for rest in owned.values()}
+        params = {canonical_name(name): param for name, param in dedicated.model.named_parameters()}
+        if held.isdisjoint(map(id, params.values())):
+            continue
         for group in optimizer.param_groups:
-            names = group.get("param_names")
-            if names and any(id(param) in ids for param in group["params"]):
-                group["params"] = [
-                    owned.get(canonical_name(name), param) for name, param in zip(names, group["params"], strict=True)
-                ]
+            names = [canonical_name(name) for name in group.get("param_names", ["?"])]
+            if all(name in params for name in names):
+                group["params"] = [params[name] for name in names]
 
 
 def _living() -> list[DedicatedModel]:
