@@ -145,6 +145,23 @@ def _nested(
     return {"state": state, "param_groups": groups}
 
 
+def check_state_can_start(optimizer: Optimizer) -> None:
+    """Torch makes missing state by a step with zero gradients, and makes none while there are others. Local.
+
+    Raises:
+        RuntimeError: ``optimizer`` has owned parameters with gradients, and no state yet. On every rank.
+    """
+    groups = optimizer.param_groups
+    if optimizer.state or (isinstance(optimizer, torch.optim.SGD) and not any(group["momentum"] for group in groups)):
+        return
+    for param in (param for group in groups for param in group["params"]):
+        if isinstance(param, OwnedTensor) and param.grad is not None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} cannot be saved or loaded between a backward and its first step, because "
+                f"it has no state yet ('{param.fqn}' has a gradient): do it after the step or after zero_grad"
+            )
+
+
 def is_by_position(saved: Mapping[str, Any]) -> bool:
     """Whether optimizer state is keyed by position, as an optimizer's own ``state_dict`` is."""
     return "state" in saved and bool(saved["state"]) and all(isinstance(key, int) for key in saved["state"])

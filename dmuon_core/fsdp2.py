@@ -233,10 +233,12 @@ def _fit_optimizer_state(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _start_from_zero(original: Callable[..., Any]) -> Callable[..., Any]:
     def init_optim_state(optim: Any) -> None:
-        own = unwrapped(optim)
+        own = unwrapped(optim)  # a wrapper may hold steps back, also the one that makes state
         if isinstance(own, Muon):
             own.init_state()
-        original(optim)
+        else:
+            checkpoint.check_state_can_start(own)
+        original(own)
 
     return init_optim_state
 

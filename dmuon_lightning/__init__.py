@@ -5,6 +5,7 @@ Importing it makes the strategies known by name where Lightning is installed: ``
 """
 
 from importlib.util import find_spec
+from typing import NoReturn
 
 if find_spec("lightning") or find_spec("pytorch_lightning"):
     from dmuon_lightning.averaging import DMuonWeightAveraging
@@ -12,5 +13,12 @@ if find_spec("lightning") or find_spec("pytorch_lightning"):
     from dmuon_lightning.muon import Muon
     from dmuon_lightning.precision import grad_norm
     from dmuon_lightning.strategy import DMuonStrategy
+else:
+
+    def __getattr__(name: str) -> NoReturn:
+        if name in __all__:
+            raise ImportError(f"dmuon_lightning.{name} needs Lightning: pip install 'dmuon-lightning[lightning]'")
+        raise AttributeError(f"module 'dmuon_lightning' has no attribute {name!r}")
+
 
 __all__ = ["DMuonFabricStrategy", "DMuonStrategy", "DMuonWeightAveraging", "Muon", "grad_norm"]

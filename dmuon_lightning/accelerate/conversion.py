@@ -74,7 +74,7 @@ def convert(plugin: DMuonPlugin, model: nn.Module) -> DedicatedModel:
         # With mixed precision Accelerate raises whatever is trained to float32.
         master_dtype=torch.float32 if master is None and state.mixed_precision != "no" else master,
         max_owned_bytes=plugin.max_owned_bytes,
-        sync_module_states=plugin.sync_module_states and not first_rank_only,
+        sync_module_states=bool(plugin.sync_module_states) and not first_rank_only,
     )
     if first_rank_only:
         _load_from_first_rank(model, dedicated, before)
@@ -86,8 +86,8 @@ def convert(plugin: DMuonPlugin, model: nn.Module) -> DedicatedModel:
 def _load_from_first_rank(model: nn.Module, dedicated: DedicatedModel, before: dict[str, nn.Parameter]) -> None:
     """Let Accelerate's loader, which comes next, bring the first rank's weights to their owners.
 
-    It takes a state dict, in which the first rank must have whole plain tensors, moves the model to meta, shards it, and
-    loads tensors that are cut evenly; these become owned as soon as they are there, before the optimizer gets them.
+    It takes a state dict, in which the first rank must have whole plain tensors, moves the model to meta, shards it,
+    and loads tensors that are cut evenly; these become owned as soon as they are there, before the optimizer gets them.
     """
     plain = {fqn: param.detach() for fqn, param in before.items()}
 

@@ -1,4 +1,4 @@
-"""enable(): DMuon in scripts that do not build the Accelerator themselves, such as those of the Hugging Face Trainer."""
+"""enable(): DMuon in scripts that do not build the Accelerator themselves, such as those of the Trainer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def enable(**options: Any) -> None:
     read_config()
     DMuonPlugin.defaults = options
     # The one seam that leads from the outside to what others build: a class says of what type its instances are.
-    FullyShardedDataParallelPlugin.__new__ = _new  # type: ignore[method-assign, assignment]
+    FullyShardedDataParallelPlugin.__new__ = _new
     guard.expect("dmuon_lightning.accelerate was enabled")
 
 

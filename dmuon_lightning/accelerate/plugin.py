@@ -2,10 +2,10 @@
 
 Accelerate prepares a model for FSDP2 in this order, and asks the plugin twice for its wrapping policy::
 
-    set_auto_wrap_policy(model)            the model is plain: checks, and the modules that FSDP2 is to shard one by one
+    set_auto_wrap_policy(model)            the model is plain: checks, and what FSDP2 is to shard one by one
     activation checkpointing, compile
     the optimizer's parameters are noted by their address
-    set_auto_wrap_policy(model)            the matrices get their owners: only now, for what a rank does not own has none
+    set_auto_wrap_policy(model)            the matrices get their owners: only now: what a rank does not own has none
     fully_shard, module by module          leaves owned parameters alone
     the optimizer gets the new parameters  by name
 """
@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn as nn
@@ -26,7 +26,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
-from dmuon_core import OwnedTensor
+from dmuon_core import OwnedTensor, default_boundaries
 from dmuon_core.plan import Plan, make_plan
 from dmuon_core.registry import find_dedicated
 from dmuon_core.targets import muon_targets
@@ -82,10 +82,15 @@ class DMuonPlugin(FullyShardedDataParallelPlugin):
             without them.
 
     Raises:
-        ValueError: FSDP 1, CPU offload, an option that does not exist or has a value that it cannot have. When the model
-            is prepared, on every rank: tensor or context parallelism, a model that is sharded already, and what
+        ValueError: FSDP 1, CPU offload, an option that does not exist or has a value that it cannot have. When the
+            model is prepared, on every rank: tensor or context parallelism, a model that is sharded already, and what
             ``dedicate_params`` raises.
     """
+
+    if TYPE_CHECKING:  # of the base class, without types there
+        fsdp_version: Any
+        sync_module_states: Any
+        auto_wrap_policy: Any
 
     predicate: Callable[[str, nn.Parameter], bool] | Iterable[str] | None = UNSET
     hook_boundary_predicate: Callable[[nn.Module], bool] | Iterable[str] | None = UNSET
@@ -135,27 +140,26 @@ class DMuonPlugin(FullyShardedDataParallelPlugin):
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
         """Called twice by ``Accelerator.prepare``, see above. The second call is collective over the mesh.
 
-        A model that comes only once, as one that is prepared for evaluation alone, is left to FSDP2.
+        A model without anything to train, or that comes only once, is left to FSDP2: it is there for evaluation alone.
         """
         plain = getattr(model, "_orig_mod", model)
         if isinstance(model, FSDPModule) or isinstance(plain, FSDPModule):
             return
-        is_second = self._announced is not None and self._announced() is plain
-        if not is_second:
-            self._check(plain)
-            plan = self._plan(plain)
-            if self.cpu_ram_efficient_loading:
-                self._check_loading(plain, plan.targets)
-            if self._wraps_hooked_modules:
-                names = {type(module).__name__ for _, module, _ in plan.boundaries if module is not plain}
-                self.auto_wrap_policy = transformer_auto_wrap_policy
-                self.transformer_cls_names_to_wrap = sorted(names)
-            self._announced = weakref.ref(plain)
-        else:
+        if not any(param.requires_grad for param in model.parameters()):
+            self._wrap({type(block) for block in default_boundaries(plain, dict(plain.named_parameters()))})
+            super().set_auto_wrap_policy(plain)
+            return
+        if self._announced is not None and self._announced() is plain:
             self._announced = None
-        super().set_auto_wrap_policy(plain)
-        if is_second:
             guard.note_conversion(convert(self, model))
+            return
+        self._check(plain)
+        plan = self._plan(plain)
+        if self.cpu_ram_efficient_loading:
+            self._check_loading(plain, plan.targets)
+        self._wrap({type(module) for _, module, _ in plan.boundaries if module is not plain})
+        super().set_auto_wrap_policy(plain)
+        self._announced = weakref.ref(plain)
 
     def targets_in(self, model: nn.Module) -> Callable[[str, nn.Parameter], bool] | None:
         """The predicate for ``model``; None for the default. Local."""
@@ -182,6 +186,12 @@ class DMuonPlugin(FullyShardedDataParallelPlugin):
                     "fully_shard and tensor parallelism"
                 )
 
+    def _wrap(self, classes: set[type[nn.Module]]) -> None:
+        """Let FSDP2 shard modules of these classes one by one, if the user has not said which."""
+        if self._wraps_hooked_modules:
+            self.auto_wrap_policy = transformer_auto_wrap_policy
+            self.transformer_cls_names_to_wrap = sorted(cls.__name__ for cls in classes)
+
     def _check_loading(self, model: nn.Module, targets: dict[str, nn.Parameter]) -> None:
         """Refuse what Accelerate's loader cannot load, or would load wrongly without a word."""
         remedy = "set fsdp_cpu_ram_efficient_loading: false"
@@ -197,8 +207,8 @@ class DMuonPlugin(FullyShardedDataParallelPlugin):
         for name, param in named if not hasattr(model, "tie_weights") else []:
             if id(param) in seen and id(param) not in owned:
                 raise ValueError(
-                    f"Accelerate's cpu_ram_efficient_loading would untie '{name}': {remedy}, or give the model a method "
-                    "tie_weights() that ties it again"
+                    f"Accelerate's cpu_ram_efficient_loading would untie '{name}': {remedy}, or give the model a "
+                    "method tie_weights() that ties it again"
                 )
             seen.add(id(param))
 

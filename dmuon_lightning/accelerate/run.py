@@ -1,7 +1,7 @@
 """Runs a script or a module with DMuon enabled: ``accelerate launch ... -m dmuon_lightning.accelerate.run train.py``.
 
-    python -m dmuon_lightning.accelerate.run train.py [argument ...]
-    python -m dmuon_lightning.accelerate.run -m package.train [argument ...]
+python -m dmuon_lightning.accelerate.run train.py [argument ...]
+python -m dmuon_lightning.accelerate.run -m package.train [argument ...]
 """
 
 from __future__ import annotations

@@ -13,9 +13,10 @@ class DMuonTrainerOptimizer:
     """``Trainer(optimizer_cls_and_kwargs=(DMuonTrainerOptimizer, {"args": args}))``: Muon, and AdamW for the rest.
 
     Learning rate, weight decay, betas and epsilon come from the ``TrainingArguments``, for both algorithms. So that one
-    learning rate fits both, Muon's updates are scaled to the size of AdamW's (``adjust_lr_fn="match_rms_adamw"``). Norms
-    and biases have no weight decay, as in the Trainer. Other options of :class:`~dmuon_lightning.accelerate.Muon` may
-    stand beside ``args``, and those of :class:`DMuonPlugin` and the configuration hold too; they win.
+    learning rate fits both, Muon's updates are scaled to the size of AdamW's (``adjust_lr_fn="match_rms_adamw"``).
+    Norms and biases have no weight decay, as in the Trainer. Other options of
+    :class:`~dmuon_lightning.accelerate.Muon` may stand beside ``args``; they win, as do those of the plugin and of the
+    configuration.
     """
 
     def __call__(self, model: nn.Module, *, args: Any = None, **options: Any) -> Muon:
@@ -26,8 +27,8 @@ class DMuonTrainerOptimizer:
         """
         if args is None:
             raise TypeError(
-                'DMuonTrainerOptimizer needs the TrainingArguments: pass optimizer_cls_and_kwargs=(DMuonTrainerOptimizer, '
-                '{"args": args})'
+                "DMuonTrainerOptimizer needs the TrainingArguments: pass "
+                'optimizer_cls_and_kwargs=(DMuonTrainerOptimizer, {"args": args})'
             )
         from transformers import Trainer
 

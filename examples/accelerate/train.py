@@ -60,7 +60,9 @@ def data() -> TensorDataset:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--ns-dtype", default="bfloat16", help="of Newton-Schulz; float32 to compare runs digit by digit")
+    parser.add_argument(
+        "--ns-dtype", default="bfloat16", help="of Newton-Schulz; float32 to compare runs digit by digit"
+    )
     parser.add_argument("--save", type=Path)
     parser.add_argument("--load", type=Path)
     parser.add_argument("--report", type=Path)

@@ -17,7 +17,11 @@ from tests.accelerate.cpu.sitecustomize import let_cpus_count_as_gpus
 from tests.distributed.models import MODELS
 from tests.distributed.reference import ADAMW, MUON, Recipe, Rows, Training, full_grads, full_state, full_weights
 
-OPTIONS: dict[str, Any] = {**MUON, "ns_dtype": torch.float32, **{f"adamw_{name}": value for name, value in ADAMW.items()}}
+OPTIONS: dict[str, Any] = {
+    **MUON,
+    "ns_dtype": torch.float32,
+    **{f"adamw_{name}": value for name, value in ADAMW.items()},
+}
 
 
 @dataclass(frozen=True)
@@ -30,12 +34,14 @@ class Setup:
     environment: dict[str, str] = field(default_factory=dict)
     unequal: bool = False  # every rank builds other weights
     optimizer: str = "muon"
+    stock: bool = False  # Accelerate's own plugin
 
 
 def accelerator_for(setup: Setup) -> Any:
     """An Accelerator with DMuonPlugin, of this rank."""
     from accelerate import Accelerator
     from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.utils import FullyShardedDataParallelPlugin
 
     from dmuon_lightning.accelerate import DMuonPlugin
 
@@ -45,6 +51,9 @@ def accelerator_for(setup: Setup) -> Any:
     if setup.replicas > 1:
         shards = dist.get_world_size() // setup.replicas
         options["parallelism_config"] = ParallelismConfig(dp_replicate_size=setup.replicas, dp_shard_size=shards)
+    if setup.stock:
+        blocks = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
+        return Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, **blocks), **options)
     return Accelerator(fsdp_plugin=DMuonPlugin(**setup.plugin), **options)
 
 

@@ -30,7 +30,7 @@ def _save(folder: str) -> dict[str, Any]:
         found[name] = (full_weights(model), full_state(model, optimizer))
     accelerator.save_model(model, f"{folder}/model")
     state = accelerator.get_state_dict(model)
-    found["get_state_dict"] = {key: value for key, value in state.items()} if accelerator.is_main_process else None
+    found["get_state_dict"] = dict(state) if accelerator.is_main_process else None
     found["unwrapped"] = accelerator.unwrap_model(model) is model
     return found
 

@@ -89,9 +89,7 @@ def test_the_word_alone_turns_it_on(tmp_path: Path) -> None:
     assert not read_config({"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}).found
 
 
-def test_variables_win_over_the_file_and_arguments_over_both(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variables_win_over_the_file_and_arguments_over_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = launched(tmp_path, fsdp_sharding_strategy={"dmuon": {"momentum": 0.8, "ns_steps": 3, "max_owned_bytes": 7}})
     for name in ("FSDP_SHARDING_STRATEGY", "FSDP_VERSION"):
         monkeypatch.setenv(name, file[name])

@@ -79,7 +79,7 @@ def _loader_would_untie() -> None:
 
 def _two_optimizers() -> None:
     accelerator, model, optimizer = build(Recipe(), Setup())
-    second = torch.optim.AdamW([p for p in model.parameters()][:1], **ADAMW)
+    second = torch.optim.AdamW(list(model.parameters())[:1], **ADAMW)
     _backward(accelerator, model)
     optimizer.step()
     second.step()

@@ -26,7 +26,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 def start(*command: str | Path, check: bool = True, **variables: str) -> subprocess.CompletedProcess[str]:
     """A Python of its own, in which a launched process may use FSDP2 on the CPU."""
     environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith(("FSDP_", "ACCELERATE_", "DMUON_"))},
+        **{
+            name: value for name, value in os.environ.items() if not name.startswith(("FSDP_", "ACCELERATE_", "DMUON_"))
+        },
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/accelerate/cpu")]),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
@@ -43,7 +45,7 @@ def start(*command: str | Path, check: bool = True, **variables: str) -> subproc
 
 
 def launch(config: Path, *command: str | Path, processes: int = 2, **options: Any) -> subprocess.CompletedProcess[str]:
-    """`accelerate launch`, by the module that it runs: the command itself also imports what has nothing to do with it."""
+    """`accelerate launch`, by the module that it runs: the command imports what has nothing to do with it."""
     launcher = ["-m", "accelerate.commands.launch", "--config_file", config, "--main_process_port", "0"]
     return start(*launcher, "--num_processes", str(processes), *command, **options)
 

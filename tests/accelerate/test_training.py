@@ -27,7 +27,10 @@ CASES: dict[int, dict[str, tuple[Recipe, Setup]]] = {
         ),
         "activation checkpointing": (Recipe(), Setup(plugin={"activation_checkpointing": True})),
         "frozen matrices": (Recipe(model="frozen_matrices"), Setup()),
-        "only the model is wrapped": (Recipe(), Setup(plugin={"auto_wrap_policy": "size_based_wrap", "min_num_params": 0})),
+        "only the model is wrapped": (
+            Recipe(),
+            Setup(plugin={"auto_wrap_policy": "size_based_wrap", "min_num_params": 0}),
+        ),
         "by options from variables": (
             Recipe(),
             Setup(environment={"DMUON_PREDICATE": "blocks.*", "DMUON_HOOK_BOUNDARY_PREDICATE": "Attention,MLP"}),
@@ -75,7 +78,9 @@ COMPILED = {
     ),
     "blocks": (
         Recipe(steps=2),
-        Setup(environment={"ACCELERATE_DYNAMO_BACKEND": "AOT_EAGER", "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "true"}),
+        Setup(
+            environment={"ACCELERATE_DYNAMO_BACKEND": "AOT_EAGER", "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "true"}
+        ),
     ),
 }
 

@@ -1,7 +1,7 @@
 """Lets Accelerate run FSDP2 on CPUs, for tests alone. Python imports this file if its folder is on PYTHONPATH.
 
-Accelerate decides from the hardware what a process is. Without a GPU it takes a launched process for a lone one, so that
-each trains for itself, or with ``--cpu`` for one of DDP; FSDP2 it runs on accelerators only. Everything below that
+Accelerate decides from the hardware what a process is. Without a GPU it takes a launched process for a lone one, so
+that each trains for itself, or with ``--cpu`` for one of DDP; FSDP2 it runs on accelerators only. Everything below that
 decision works on CPUs, with gloo. So here a launched process is told that it is of the multi-GPU kind, and that its
 device is the CPU. Nothing else of Accelerate is changed, and the packages never do this.
 """
