@@ -173,10 +173,6 @@ class OwnedTensor(DTensor):
         self.arrive()
         return super().to_local(*args, **kwargs)
 
-    def data_ptr(self) -> int:
-        """Address of this rank's part; 0 where it has no rows. Local."""
-        return self._local_tensor.data_ptr()
-
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor on every rank, as a new plain tensor. Collective: one broadcast per owned mesh dimension.
 

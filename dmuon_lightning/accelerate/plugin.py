@@ -143,7 +143,8 @@ class DMuonPlugin(FullyShardedDataParallelPlugin):
         A model without anything to train, or that comes only once, is left to FSDP2: it is there for evaluation alone.
         """
         plain = getattr(model, "_orig_mod", model)
-        if isinstance(model, FSDPModule) or isinstance(plain, FSDPModule):
+        if isinstance(model, FSDPModule) or isinstance(plain, FSDPModule):  # prepared again, as by a second train()
+            guard.show_addresses(model)
             return
         if not any(param.requires_grad for param in model.parameters()):
             self._wrap({type(block) for block in default_boundaries(plain, dict(plain.named_parameters()))})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -151,8 +152,21 @@ def _models_for_evaluation(folder: str) -> dict[str, Any]:
     return {"trained": trained, "off": max(abs(a - b).item() for a, b in zip(got, want, strict=True))}
 
 
+def _prepared_again(folder: str) -> dict[str, Any]:
+    """As the Trainer does it in a second train()."""
+    forget_accelerator()
+    accelerator, model, optimizer = build(Recipe(), Setup())
+    first = steps(accelerator, model, optimizer, Recipe(steps=1))
+    again, optimizer_again = accelerator.prepare(model, optimizer)
+    accelerator.save_state(f"{folder}/again")
+    rest = steps(accelerator, again, optimizer_again, Recipe(), first=1)
+    copies = [type(copy.deepcopy(p.detach())).__name__ for p in model.blocks[0].mlp.parameters()]
+    return {"same": again is model, "losses": first.losses + rest.losses, "weights": rest.weights, "copies": copies}
+
+
 JOBS = (
     _mixed_precision, _scaler, _scheduler, _clip_by_value, _stock_optimizer, _save_in_a_window, _models_for_evaluation,
+    _prepared_again,
 )  # fmt: skip
 
 
@@ -232,6 +246,15 @@ def test_other_models_are_prepared_for_evaluation(ranks: list[dict[str, Any]]) -
     for found in (rank["_models_for_evaluation"] for rank in ranks):
         check("trained", found["trained"], want)
         assert found["off"] <= 1e-6
+
+
+def test_a_model_is_prepared_again(ranks: list[dict[str, Any]]) -> None:
+    want = train_reference(Recipe())
+    for found in (rank["_prepared_again"] for rank in ranks):
+        assert found["same"]
+        assert found["losses"] == pytest.approx(want.losses, abs=1e-6)
+        assert difference(found["weights"], want.weights) <= WEIGHT_ATOL
+        assert "OwnedTensor" in found["copies"]
 
 
 def train_adamw() -> dict[str, Any]:
