@@ -106,7 +106,7 @@ class DMuonPlugin(FullyShardedDataParallelPlugin):
     def __post_init__(self) -> None:
         config = read_config()
         if self.fsdp_version is None:
-            self.fsdp_version = 2 if config.found else int(os.environ.get("FSDP_VERSION", "2"))
+            self.fsdp_version = int(os.environ.get("FSDP_VERSION", "2"))
         if self.fsdp_version != 2:
             raise ValueError(f"DMuonPlugin needs FSDP2, not fsdp_version={self.fsdp_version}: set fsdp_version: 2")
         # FSDP2 has no such option; ours goes by the same name.

@@ -116,6 +116,14 @@ def test_a_run_without_fsdp_is_an_error(tmp_path: Path) -> None:
     assert "no model was prepared with owned matrices: Accelerate runs this process as 'NO'" in done.stderr
 
 
+def test_run_is_an_error_if_nothing_was_converted(tmp_path: Path) -> None:
+    (tmp_path / "says.py").write_text("import sys; print(__name__, sys.argv)")
+    done = start("-m", "dmuon_lightning.accelerate.run", tmp_path / "says.py", "--lr", "1", check=False)
+    assert done.returncode == 1
+    assert done.stdout == f"__main__ {[str(tmp_path / 'says.py'), '--lr', '1']}\n"
+    assert "DMuon is on (dmuon_lightning.accelerate was enabled), but no model was prepared" in done.stderr
+
+
 def test_a_checkpoint_loads_into_plain_fsdp2(tmp_path: Path) -> None:
     state = run_distributed(_save, 2, str(tmp_path))[0]["sharded"][1]
     plain = ROOT / "tests/accelerate/scripts/plain_fsdp2.py"
