@@ -20,6 +20,7 @@ from dmuon_core.comm import CommContext, mesh_group
 from dmuon_core.group import DedicatedParamGroup
 from dmuon_core.mesh import data_parallel_mesh, mesh_device
 from dmuon_core.module_states import sync_module_states as broadcast_module_states
+from dmuon_core.optim.split import SplitRule
 from dmuon_core.owned_tensor import OwnedTensor, Owner, empty_like_non_owner, holds
 from dmuon_core.param import DedicatedParam, Slot
 from dmuon_core.partition import Assignment
@@ -39,6 +40,7 @@ def dedicate_params(
     replicate_async: bool = True,
     mp_policy: MixedPrecisionPolicy | None = None,
     master_dtype: torch.dtype | None = torch.float32,
+    split: SplitRule | None = None,
     max_owned_bytes: int | None = None,
     sync_module_states: bool = True,
 ) -> DedicatedModel:
@@ -65,6 +67,8 @@ def dedicate_params(
         mp_policy: ``param_dtype`` is what is broadcast and computed with (default: the parameter's dtype),
             ``reduce_dtype`` what gradients are reduced in (default: at least float32).
         master_dtype: least precise dtype of owned weights, gradients and momentum at rest; None keeps the parameter's.
+        split: which matrices a parameter stands for, as in :class:`dmuon_core.Muon`, whose default it becomes; owners
+            are balanced by what they will compute. None for one matrix each, but E for stacked experts ``[E, m, n]``.
         max_owned_bytes: bound on the bytes of the matrices that one rank owns, at rest; None for no bound. A rank also
             keeps their momentum and, with a 2-D mesh, the weights that other ranks of its shard column own.
         sync_module_states: whether all weights and buffers are first made those of the mesh's first rank.
@@ -90,7 +94,7 @@ def dedicate_params(
         made = make_plan(
             model, predicate, hook_boundary_predicate, hook_boundary_strict,
             shard_size=mesh.size(mesh.ndim - 1), replicate_size=mesh.size(0) if mesh.ndim == 2 else 1,
-            device=device, master_dtype=master_dtype, max_owned_bytes=max_owned_bytes,
+            device=device, master_dtype=master_dtype, split=split, max_owned_bytes=max_owned_bytes,
         )  # fmt: skip
         arguments = (
             reshard_after_forward, replicate_async, str(mp_policy), str(master_dtype), max_owned_bytes,
@@ -115,7 +119,9 @@ def dedicate_params(
             for fqn in fqns
         ]  # fmt: skip
         groups.append(DedicatedParamGroup(index, layer, module, params, comm))
-    dedicated = DedicatedModel(model, mesh, groups, agreed.assignment, comm, reshard_after_forward, replicate_async)
+    dedicated = DedicatedModel(
+        model, mesh, groups, agreed.assignment, comm, reshard_after_forward, replicate_async, split
+    )
     registry.register(model, dedicated)
     return dedicated
 

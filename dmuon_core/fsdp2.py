@@ -10,16 +10,23 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed._state_dict_utils as state_dict_utils
+import torch.distributed.checkpoint.state_dict as dcp_state_dict
 import torch.distributed.fsdp._fully_shard._fsdp_init as fsdp_init
 import torch.nn as nn
+import torch.optim._muon as stock_muon
 from torch.distributed.fsdp import FSDPModule
 
-from dmuon_core import registry
+from dmuon_core import checkpoint, registry
+from dmuon_core.optim.loading import unwrapped
+from dmuon_core.optim.local import local
+from dmuon_core.optim.muon import Muon
 from dmuon_core.owned_tensor import OwnedTensor
 
 
@@ -112,10 +119,25 @@ class Patch:
             setattr(holder, self.name, replacement)
 
 
+_waiting: list[Callable[[], None]] = []
+
+
+@contextmanager
+def before_fully_shard(call: Callable[[], None]) -> Iterator[None]:
+    """In this context ``call`` runs once, when ``fully_shard`` is first called, before it has done anything. Local."""
+    _waiting.append(call)
+    try:
+        yield
+    finally:
+        _waiting[:] = [other for other in _waiting if other is not call]
+
+
 def _ignore_owned(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_managed_states(
         modules: list[nn.Module], ignored_params: set[nn.Parameter] | None = None, *args: Any, **kwargs: Any
     ) -> Any:
+        while _waiting:
+            _waiting.pop()()
         owned = {p for m in modules for p in m.parameters(recurse=False) if isinstance(p, OwnedTensor)}
         return original(modules, owned | (ignored_params or set()), *args, **kwargs)
 
@@ -145,6 +167,82 @@ def _distribute_to_owners(original: Callable[..., Any]) -> Callable[..., Any]:
     return distribute_tensors
 
 
+def _step_at_home(original: Callable[..., Any]) -> Callable[..., Any]:
+    def muon(
+        params: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        muon_momentum_bufs: list[torch.Tensor],
+        **options: Any,
+    ) -> None:
+        stepped: list[tuple[torch.Tensor, ...]] = []
+        for p, *grad_and_state in zip(params, grads, muon_momentum_bufs, strict=True):
+            if not isinstance(p, OwnedTensor):
+                stepped.append((p, *grad_and_state))
+                continue
+            p.leave_to_home()
+            if p.is_home:
+                stepped.append((local(p), *map(local, grad_and_state)))
+        if stepped:
+            original(*map(list, zip(*stepped, strict=True)), **options)
+
+    return muon
+
+
+def _check_model_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    def load_model_state_dict(model: nn.Module, state_dict: dict[str, Any], info: Any) -> Any:
+        dedicated = registry.find_dedicated(model)
+        if dedicated is None:
+            return original(model, state_dict, info)
+        if info.broadcast_from_rank0:
+            # Torch decides by the state dict, which only rank 0 needs to have: the others would not take part.
+            info.handle_model = any(dedicated.gather(info.handle_model))
+            state_dict = state_dict if dist.get_rank() == 0 else {}
+        problem = None
+        if info.handle_model and state_dict:
+            saved, current = checkpoint.shapes_of(state_dict), checkpoint.shapes_of(model.state_dict())
+            if info.ignore_frozen_params:
+                frozen = {checkpoint.canonical_name(n) for n, p in model.named_parameters() if not p.requires_grad}
+                current = {name: shape for name, shape in current.items() if name in saved or name not in frozen}
+            problem = checkpoint.model_problem(saved, current, strict=info.strict)
+        message = f"the checkpoint does not fit {type(model).__name__}: {problem}. {checkpoint.MODEL_REMEDY}"
+        checkpoint.raise_everywhere(dedicated, RuntimeError, problem and message)
+        return original(model, state_dict, info)
+
+    return load_model_state_dict
+
+
+def _fit_optimizer_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    def load_optim_state_dict(model: nn.Module, optimizers: tuple[Any, ...], state_dict: Any, info: Any) -> None:
+        dedicated = registry.find_dedicated(model)
+        if dedicated is None or not info.handle_optim:
+            return original(model, optimizers, state_dict, info)
+        if info.broadcast_from_rank0 and dist.get_rank() != 0:
+            state_dict = {}
+        problem = None
+        if state_dict and not checkpoint.is_by_position(state_dict):
+            for optimizer in optimizers:
+                dcp_state_dict._init_optim_state(optimizer)
+            state_dict, problem = checkpoint.fit_optimizer_state(model, optimizers, state_dict, strict=info.strict)
+        message = f"the state does not fit the optimizer of {type(model).__name__}: {problem}. "
+        checkpoint.raise_everywhere(dedicated, ValueError, problem and message + checkpoint.OPTIMIZER_REMEDY)
+        # What fits is not flat. Torch compares a flat state with one that is not if both options are set.
+        original(model, optimizers, state_dict, replace(info, flatten_optimizer_state_dict=False))
+
+    return load_optim_state_dict
+
+
+def _start_from_zero(original: Callable[..., Any]) -> Callable[..., Any]:
+    def init_optim_state(optim: Any) -> None:
+        own = unwrapped(optim)  # a wrapper may hold steps back, also the one that makes state
+        if isinstance(own, Muon):
+            own.init_state()
+        else:
+            checkpoint.check_state_can_start(own)
+        original(own)
+
+    return init_optim_state
+
+
 PATCHES = [
     Patch(
         fsdp_init,
@@ -168,6 +266,34 @@ PATCHES = [
         _distribute_to_owners,
         "a full state dict that rank 0 broadcasts reaches the owners whole",
         everywhere=True,
+    ),
+    Patch(
+        stock_muon,
+        "muon",
+        ("params", "grads", "muon_momentum_bufs"),
+        _step_at_home,
+        "torch.optim.Muon steps owned matrices whole, each on its owner",
+    ),
+    Patch(
+        dcp_state_dict,
+        "_load_model_state_dict",
+        ("model", "state_dict", "info"),
+        _check_model_state,
+        "a state dict of another model is an error on every rank before it is loaded",
+    ),
+    Patch(
+        dcp_state_dict,
+        "_load_optim_state_dict",
+        ("model", "optimizers", "state_dict", "info"),
+        _fit_optimizer_state,
+        "state of another optimizer is an error on every rank before it is loaded, and flat state loads whole",
+    ),
+    Patch(
+        dcp_state_dict,
+        "_init_optim_state",
+        ("optim",),
+        _start_from_zero,
+        "a checkpoint before the first step, or of a parameter that never was stepped, has no step in it",
     ),
 ]
 

@@ -55,6 +55,7 @@ def clip_grad_norm_(
 @torch.no_grad()
 def total_grad_norm(grads: list[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
     """The p-norm of all ``grads`` as one vector, 0-dim float, equal on all ranks. Collective: one all-reduce a mesh."""
+    norm_type = float(norm_type)  # trainers pass "inf" by name
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, got {norm_type}")
     if not grads:

@@ -154,7 +154,8 @@ class DedicatedParamGroup:
                 bucket = empty_packed(owner, 0, params, dtype, self.tag(dtype))
                 self._streams.allocate(bucket.buffer)  # views need storage to be made
                 for param, view in bucket.views():
-                    param.unsharded = nn.Parameter(view, requires_grad=param.rest.requires_grad)
+                    # A hook needs a gradient at this moment; show_unsharded freezes what is frozen by then.
+                    param.unsharded = nn.Parameter(view)
                     param.unsharded.register_post_accumulate_grad_hook(partial(self._check_gradient_in_time, param))
                 self._streams.free(bucket.buffer)
                 self._buckets.append(bucket)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -32,4 +33,12 @@ def sync_module_states(model: nn.Module, group: dist.ProcessGroup, device: torch
         moved = tensor.detach().to(device).contiguous()
         dist.broadcast(moved.reshape(-1).view(torch.uint8), group=group, group_src=0)
         if moved.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(moved)
+            _once(tensor.detach()).copy_(_once(moved, tensor.stride()))
+
+
+def _once(tensor: torch.Tensor, strides: Sequence[int] | None = None) -> torch.Tensor:
+    """The part of ``tensor`` with each element once. Strides, its own or given ones, say which dims are expanded."""
+    for dim, stride in enumerate(tensor.stride() if strides is None else strides):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor

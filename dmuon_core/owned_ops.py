@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
@@ -70,6 +71,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _foreach(func, args, kwargs)
     if func is aten.copy_.default:
         return _copy_(*args[:2])
+    if func is aten.equal.default:
+        return _equal(*args)
     owned = args[0] if args and isinstance(args[0], OwnedTensor) else None
     if owned is not None:
         if func in _ALIAS:
@@ -140,6 +143,21 @@ def _copy_(dst: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
         assert isinstance(src, OwnedTensor)
         dst.copy_(src.full_tensor())
     return dst
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether all elements are equal, the same answer on every rank. Collective, unless the shapes differ."""
+    if one.shape != other.shape:
+        return False
+    owned, value = (one, other) if isinstance(one, OwnedTensor) else (other, one)
+    assert isinstance(owned, OwnedTensor)
+    if isinstance(value, DTensor) and not (isinstance(value, OwnedTensor) and value.owner == owned.owner):
+        value = value.full_tensor()
+    same = torch.equal(owned._local_tensor, _local_operand(value, owned))
+    answer = torch.tensor(float(same), device=owned.device)
+    for dim in range(owned.device_mesh.ndim):
+        dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=owned.device_mesh.get_group(dim))
+    return bool(answer)
 
 
 def _local_operand(value: Any, reference: OwnedTensor) -> Any:

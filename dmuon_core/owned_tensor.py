@@ -294,10 +294,11 @@ def own_like(value: torch.Tensor, like: OwnedTensor) -> OwnedTensor:
     if isinstance(value, OwnedTensor) and value.lives_with(like):
         return value
     full = value.full_tensor() if isinstance(value, DTensor) else value
+    device = full.device if like.is_meta else like.device  # a model on meta takes over what is loaded into it
     if like.is_owner:
         # Always a copy: the source may be a view into a checkpoint file or be kept by the caller.
-        return like.like(full.detach().to(like.device, copy=True).contiguous())
-    return like.like(empty_like_non_owner(like.shape, dtype=full.dtype, device=like.device))
+        return like.like(full.detach().to(device, copy=True).contiguous())
+    return like.like(empty_like_non_owner(like.shape, dtype=full.dtype, device=device))
 
 
 def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:

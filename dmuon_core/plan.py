@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from dmuon_core.agreement import Description
 from dmuon_core.boundary import assign_boundaries
+from dmuon_core.optim.split import SplitRule, matrix_parts
 from dmuon_core.partition import Assignment, MatrixSpec, compute_balanced_assignment
 from dmuon_core.targets import muon_targets
 
@@ -43,6 +44,7 @@ def make_plan(
     replicate_size: int,
     device: torch.device | None,
     master_dtype: torch.dtype | None,
+    split: SplitRule | None,
     max_owned_bytes: int | None,
 ) -> Plan:
     """Decide targets, hook modules and owners; local, changes nothing. The arguments are those of `dedicate_params`.
@@ -55,8 +57,11 @@ def make_plan(
     for fqn, param in targets.items():
         _check_target(fqn, param, device)
     boundaries = assign_boundaries(model, targets, hook_boundary_predicate, hook_boundary_strict)
+    parts = matrix_parts(model, split)
     specs = [
-        MatrixSpec(fqn, tuple(targets[fqn].shape), layer, itemsize=rest_dtype_of(targets[fqn], master_dtype).itemsize)
+        MatrixSpec(
+            fqn, tuple(targets[fqn].shape), layer, parts[fqn], rest_dtype_of(targets[fqn], master_dtype).itemsize
+        )
         for layer, _, fqns in boundaries
         for fqn in fqns
     ]
@@ -99,6 +104,12 @@ def _check_target(fqn: str, param: nn.Parameter, device: torch.device | None) ->
     if param.ndim < 2:
         raise ValueError(
             f"'{fqn}' has shape {tuple(param.shape)}: only matrices can be Muon targets, leave it out of the predicate"
+        )
+    if param._backward_hooks:
+        raise ValueError(
+            f"'{fqn}' has a hook of register_hook, which would not run on the reduced gradient: use "
+            "register_post_accumulate_grad_hook on the owned parameter, after dedicate_params, or leave it out of the "
+            "predicate"
         )
     if param.numel() == 0:
         raise ValueError(f"'{fqn}' has no elements: leave it out of the predicate")

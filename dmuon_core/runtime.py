@@ -17,6 +17,7 @@ from dmuon_core.comm import CommContext, CommStats
 from dmuon_core.group import DedicatedParamGroup
 from dmuon_core.hooks import GroupHooks
 from dmuon_core.in_backward import in_backward
+from dmuon_core.optim.split import SplitRule
 from dmuon_core.order import GroupOrder
 from dmuon_core.param import DedicatedParam, WeightState
 from dmuon_core.partition import Assignment
@@ -31,6 +32,7 @@ class DedicatedModel:
         mesh: the data-parallel device mesh.
         groups: one per hook module, in module order.
         assignment: who owns what, and how balanced that is.
+        split: which matrices a parameter stands for, see `dedicate_params`.
         stats: exact counts of collectives and bytes.
     """
 
@@ -43,12 +45,14 @@ class DedicatedModel:
         comm: CommContext,
         reshard_after_forward: bool,
         replicate_async: bool,
+        split: SplitRule | None = None,
     ) -> None:
         self.model = model
         self.mesh = mesh
         self.groups = groups
         self.assignment = assignment
         self.replicate_async = replicate_async
+        self.split = split
         self._comm = comm
         self._entries: list[str] = []  # methods of the model that are running, outermost first
         self._forward_completed = False

@@ -2,5 +2,7 @@
 
 from dmuon_core.optim.muon import Muon
 from dmuon_core.optim.newton_schulz import orthogonalize
+from dmuon_core.optim.owned import OwnedOptimizer
+from dmuon_core.optim.qk_clip import QKClip, QKLayer
 
-__all__ = ["Muon", "orthogonalize"]
+__all__ = ["Muon", "OwnedOptimizer", "QKClip", "QKLayer", "orthogonalize"]

@@ -5,9 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim.adamw import adamw
 
 from dmuon_core.optim.local import is_stepped_here, local, zeros_for_state
+
+
+def adamw_state(p: Tensor) -> dict[str, Tensor]:
+    """State of a parameter before its first AdamW step. Local."""
+    dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+    return {
+        "step": torch.tensor(0.0, dtype=dtype, device="cpu"),
+        "exp_avg": zeros_for_state(p),
+        "exp_avg_sq": zeros_for_state(p),
+    }
 
 
 def adamw_update(group: dict[str, Any], state: Any) -> None:
@@ -24,10 +35,7 @@ def adamw_update(group: dict[str, Any], state: Any) -> None:
         return
     for p in params:
         if not state[p]:
-            dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
-            state[p]["step"] = torch.tensor(0.0, dtype=dtype)
-            state[p]["exp_avg"] = zeros_for_state(p)
-            state[p]["exp_avg_sq"] = zeros_for_state(p)
+            state[p].update(adamw_state(p))
     for p in params:
         if not is_stepped_here(p):
             state[p]["step"] += 1  # any rank may be asked for it, by a checkpoint or by a later owner
@@ -44,10 +52,10 @@ def adamw_update(group: dict[str, Any], state: Any) -> None:
         [local(state[p]["step"]) for p in params],
         has_complex=any(p.is_complex() for p in params),
         amsgrad=False,
-        maximize=False,
+        maximize=group["maximize"],
         beta1=beta1,
         beta2=beta2,
         lr=group["lr"],
-        weight_decay=group["weight_decay"],
+        weight_decay=float(group["weight_decay"]),
         eps=group["eps"],
     )

@@ -3,71 +3,93 @@
 from __future__ import annotations
 
 import difflib
-import math
-import numbers
-from collections.abc import Iterable
-from typing import Any, Literal, get_args
+import fnmatch
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dmuon_core.names import canonical_name
+from dmuon_core.optim.options import ALL_OPTIONS, GROUP_DEFAULTS, check_options
+from dmuon_core.optim.split import SplitRule, model_splits, resolve_split
 from dmuon_core.owned_tensor import OwnedTensor
 from dmuon_core.registry import find_dedicated
 from dmuon_core.targets import muon_targets
 
-Algorithm = Literal["muon", "adamw"]
-AdjustLrFn = Literal["original", "match_rms_adamw"]
 
-#: What a group of each algorithm holds, and the constructor argument that is its default.
-GROUP_DEFAULTS: dict[str, dict[str, str]] = {
-    "muon": {
-        "lr": "lr",
-        "weight_decay": "weight_decay",
-        "momentum": "momentum",
-        "nesterov": "nesterov",
-        "ns_coefficients": "ns_coefficients",
-        "eps": "eps",
-        "ns_steps": "ns_steps",
-        "adjust_lr_fn": "adjust_lr_fn",
-        "ns_dtype": "ns_dtype",
-    },
-    "adamw": {"lr": "adamw_lr", "betas": "adamw_betas", "eps": "adamw_eps", "weight_decay": "adamw_weight_decay"},
-}
-#: Every name of the tables above, whichever side.
-_ALL_OPTIONS = {name for table in GROUP_DEFAULTS.values() for pair in table.items() for name in pair}
-#: The Frobenius norm of a large matrix overflows float16, which would silently zero its update.
-NS_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
-_MAX_NS_STEPS = 99  # the limit of torch.optim.Muon
-
-
-def model_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Split a model into the named groups "muon" and "adamw"; a group without parameters is left out.
+def model_groups(
+    model: nn.Module,
+    split: SplitRule | None = None,
+    named: Mapping[str, Mapping[str, Any]] | None = None,
+    hidden: Collection[int] | None = None,
+) -> list[dict[str, Any]]:
+    """Divide a model into the named groups "muon" and "adamw"; a group without parameters is left out.
 
     "muon" holds the owned parameters of a dedicated model, or the default targets of a model that owns
-    nothing; "adamw" holds every other parameter that requires a gradient. Local.
+    nothing; "adamw" holds every other parameter that requires a gradient. ``split`` (None for that of the dedicated
+    model) and the groups ``named``, which come first, are as in ``Muon``. ``hidden``, ids of parameters, are what
+    "muon" is to hold instead. Local.
 
     Raises:
-        ValueError: no parameter of the model requires a gradient.
+        ValueError: no parameter of the model requires a gradient, the split does not fit, or a named group takes no
+            parameter or those of both algorithms.
     """
     dedicated = find_dedicated(model)
     if dedicated is not None:
         dedicated.settle()
+        split = dedicated.split if split is None else split
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not trainable:
         raise ValueError(
             f"Muon got {type(model).__name__}, in which no parameter requires a gradient; unfreeze what you "
             "want to train"
         )
-    if any(isinstance(p, OwnedTensor) for _, p in model.named_parameters()):
+    if hidden is not None:
+        pass
+    elif any(isinstance(p, OwnedTensor) for _, p in model.named_parameters()):
         hidden = {id(p) for _, p in trainable if isinstance(p, OwnedTensor)}
     else:
         hidden = {id(p) for p in muon_targets(model).values()}
-    split = {
+    groups = []
+    for name, options in (named or {}).items():
+        taken = _matching(trainable, options.get("params"), name)
+        names = {fqn for fqn, _ in taken}
+        trainable = [entry for entry in trainable if entry[0] not in names]
+        algorithms = {"muon" if id(p) in hidden else "adamw" for _, p in taken}
+        if "algorithm" not in options and len(algorithms) > 1:
+            raise ValueError(
+                f"Muon: group {name!r} would hold hidden matrices and other parameters; make two groups of it, or say "
+                "which algorithm updates all of them"
+            )
+        groups.append({"algorithm": algorithms.pop(), **options, "name": name, "params": taken})
+    divided = {
         "muon": [(name, p) for name, p in trainable if id(p) in hidden],
         "adamw": [(name, p) for name, p in trainable if id(p) not in hidden],
     }
-    return [{"name": name, "algorithm": name, "params": params} for name, params in split.items() if params]
+    groups += [{"name": name, "algorithm": name, "params": params} for name, params in divided.items() if params]
+    specs = {canonical_name(name): spec for name, spec in model_splits(model, split).items()}
+    for group in groups:
+        if group["algorithm"] == "muon" and "split" not in group:
+            group["split"] = lambda name, _: specs[name]
+    return groups
+
+
+def _matching(named: list[tuple[str, nn.Parameter]], patterns: Any, group: str) -> list[tuple[str, nn.Parameter]]:
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ValueError(
+            f"Muon: group {group!r} needs params, a pattern of names such as '*.attn.*' or a sequence of patterns, got "
+            f"{patterns!r}"
+        )
+    found = [
+        (name, p)
+        for name, p in named
+        if any(fnmatch.fnmatchcase(canonical_name(name), pattern) for pattern in patterns)
+    ]
+    if not found:
+        raise ValueError(f"Muon: group {group!r}: no trainable parameter is left whose name matches {patterns}")
+    return found
 
 
 def complete_group(
@@ -87,7 +109,7 @@ def complete_group(
     group["algorithm"] = algorithm
     options = GROUP_DEFAULTS[algorithm]
     for key in group:
-        if key in _ALL_OPTIONS and key not in options:
+        if key in ALL_OPTIONS and key not in options:
             raise ValueError(_foreign_option(key, algorithm, where))
     for key, default in options.items():
         if key not in group:
@@ -98,63 +120,19 @@ def complete_group(
     if isinstance(group["params"], Iterable) and not isinstance(group["params"], Tensor | set):
         group["params"] = list(group["params"])
         _check_params(group, where, present)
+        if algorithm == "muon":
+            group["split"] = _specs(group)
     return group  # anything else is a TypeError of torch's own
 
 
-def check_defaults(defaults: dict[str, Any]) -> None:
-    """Check the constructor's arguments, also those that no group uses; ValueError names the unfit one."""
-    for algorithm, options in GROUP_DEFAULTS.items():
-        values = {key: defaults[argument] for key, argument in options.items()}
-        check_options({"algorithm": algorithm, **values}, prefix="adamw_" if algorithm == "adamw" else "")
-
-
-def check_options(group: dict[str, Any], where: str = "", prefix: str = "") -> None:
-    """Check the hyper-parameters of one complete group, and make its sequences tuples.
-
-    ``where`` and ``prefix`` dress the option's name in messages: "lr of parameter group 1", "adamw_lr".
-    """
-
-    def fail(name: str, rule: str) -> ValueError:
-        return ValueError(f"Muon: {prefix}{name}{where} must be {rule}, got {group[name]!r}")
-
-    lr = group["lr"]
-    if isinstance(lr, Tensor):
-        if lr.numel() != 1:
-            raise fail("lr", "a number or a tensor with one element")
-        lr = lr.item()
-    if not _is_number(lr) or not 0.0 <= lr < math.inf:
-        raise fail("lr", "a finite number >= 0")
-    if not _is_number(group["weight_decay"]) or not 0.0 <= group["weight_decay"] < math.inf:
-        raise fail("weight_decay", "a finite number >= 0")
-    if group["algorithm"] == "adamw":
-        if not _is_number(group["eps"]) or not 0.0 <= group["eps"] < math.inf:
-            raise fail("eps", "a finite number >= 0")
-        if not _are_numbers(group["betas"], 2) or not all(0.0 <= beta < 1.0 for beta in group["betas"]):
-            raise fail("betas", "two numbers in [0, 1)")
-        group["betas"] = tuple(group["betas"])
-        return
-    if not _is_number(group["momentum"]) or not 0.0 <= group["momentum"] < 1.0:
-        raise fail("momentum", "a number in [0, 1)")
-    if not isinstance(group["nesterov"], bool):
-        raise fail("nesterov", "True or False")
-    if not _are_numbers(group["ns_coefficients"], 3) or not all(map(math.isfinite, group["ns_coefficients"])):
-        raise fail("ns_coefficients", "three finite numbers (a, b, c)")
-    group["ns_coefficients"] = tuple(group["ns_coefficients"])
-    steps = group["ns_steps"]
-    if not isinstance(steps, int) or isinstance(steps, bool) or not 0 <= steps <= _MAX_NS_STEPS:
-        raise fail("ns_steps", f"an integer from 0 to {_MAX_NS_STEPS}")
-    if group["adjust_lr_fn"] is not None and group["adjust_lr_fn"] not in get_args(AdjustLrFn):
-        raise fail("adjust_lr_fn", f"None or one of {', '.join(map(repr, get_args(AdjustLrFn)))}")
-    # Kept as a name: checkpoint tools carry numbers and strings in groups, not dtypes.
-    name = str(group["ns_dtype"]).removeprefix("torch.")
-    if name not in NS_DTYPES:
-        raise fail("ns_dtype", f"one of {', '.join(map(str, NS_DTYPES.values()))}")
-    group["ns_dtype"] = name
-    # An eps that is zero, also after rounding, turns the all-zero gradient of an unused layer into NaN
-    # weights.
-    eps = group["eps"]
-    if not _is_number(eps) or not math.isfinite(eps) or not torch.tensor(eps, dtype=NS_DTYPES[name]) > 0:
-        raise fail("eps", f"a finite number > 0 in {name}")
+def _specs(group: dict[str, Any]) -> tuple[str | None, ...] | None:
+    """The split of every parameter, in a form that checkpoints can carry; None if all are whole."""
+    names = group.get("param_names") or [""] * len(group["params"])
+    entries = [
+        entry if isinstance(entry, tuple) else (name, entry) for name, entry in zip(names, group["params"], strict=True)
+    ]
+    found = tuple(resolve_split(group["split"], name, p) if isinstance(p, Tensor) else None for name, p in entries)
+    return found if any(found) else None
 
 
 def group_label(index: int) -> str:
@@ -225,11 +203,3 @@ def _foreign_option(key: str, algorithm: str, where: str) -> str:
     else:
         advice = f"it belongs to algorithm={'adamw' if algorithm == 'muon' else 'muon'!r}"
     return f"Muon: {where} has algorithm={algorithm!r}, which does not use {key!r}; {advice}"
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def _are_numbers(value: Any, count: int) -> bool:
-    return isinstance(value, tuple | list) and len(value) == count and all(map(_is_number, value))

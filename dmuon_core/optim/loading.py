@@ -7,35 +7,87 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
 
-from dmuon_core.optim.groups import GROUP_DEFAULTS, group_label, param_label
+from dmuon_core.names import canonical_name
+from dmuon_core.optim.groups import group_label, param_label
+from dmuon_core.optim.local import zeros_for_state
+from dmuon_core.optim.options import GROUP_DEFAULTS
+from dmuon_core.optim.update import MOMENTUM, SECOND, state_shapes
 from dmuon_core.owned_tensor import OwnedTensor, own_like
+
+#: What each algorithm cannot go on without of a parameter's state, and what it also keeps.
+STATE_KEYS = {"muon": (MOMENTUM,), "adamw": ("step", "exp_avg", "exp_avg_sq")}
+_MORE_KEYS = {"muon": (SECOND,), "adamw": ()}
+#: Options that say what an update is made of and how it is computed. They stay as the optimizer was built, whatever a
+#: checkpoint says, which brings back numbers such as the learning rate.
+OWN_OPTIONS = ("split", "normuon", "batched", "compile", "ns_form")
+
+
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """The optimizer itself, where a trainer's wrapper keeps it as ``.optimizer``. Local."""
+    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
+    return optimizer
 
 
 def adopt_groups(saved: list[dict[str, Any]], current: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the saved groups, with what stock ``torch.optim.Muon`` and ``AdamW`` do not save from ours.
 
     Raises:
-        ValueError: a saved group is of another algorithm, or of an AdamW variant that Muon does not have.
+        ValueError: a saved group is of another algorithm, of an AdamW variant that Muon does not have, or of parameters
+            with other names.
     """
     adopted = []
     for index, (theirs, ours) in enumerate(zip(saved, current, strict=True)):
-        algorithm = theirs.get("algorithm") or ("adamw" if "betas" in theirs else "muon")
-        if algorithm != ours["algorithm"]:
-            raise ValueError(
-                f"Muon: {group_label(index)} uses {ours['algorithm']!r}, but the loaded state was saved by "
-                f"a group that uses {algorithm!r}; build the optimizer with the same groups, in the same "
-                "order, as when the state was saved"
-            )
-        for variant in ("amsgrad", "maximize"):
-            if theirs.get(variant):
-                raise ValueError(
-                    f"Muon: the state loaded into {group_label(index)} was saved with {variant}=True, which "
-                    "Muon does not support; start this group without saved state"
-                )
-        own_keys = ("algorithm", "name", *GROUP_DEFAULTS[algorithm])
-        adopted.append({**{key: ours[key] for key in own_keys if key in ours}, **theirs})
+        problem = group_problem(theirs, ours) or _names_problem(theirs, ours)
+        if problem:
+            raise ValueError(f"Muon: {group_label(index)} {problem}")
+        own_keys = ("algorithm", "name", *GROUP_DEFAULTS[ours["algorithm"]])
+        kept = {key: ours[key] for key in OWN_OPTIONS if key in ours}
+        adopted.append({**{key: ours[key] for key in own_keys if key in ours}, **theirs, **kept})
     return adopted
+
+
+def group_problem(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
+    """Why the options of a saved group cannot become those of our group; None if they can."""
+    algorithm = theirs.get("algorithm") or ("adamw" if "betas" in theirs else "muon")
+    if algorithm != ours["algorithm"]:
+        return (
+            f"uses {ours['algorithm']!r}, but the loaded state was saved by a group that uses {algorithm!r}; build the "
+            "optimizer with the same groups, in the same order, as when the state was saved"
+        )
+    if theirs.get("amsgrad"):
+        return "was saved with amsgrad=True, which Muon does not support; start this group without saved state"
+    return None
+
+
+def _names_problem(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
+    pairs = zip(theirs.get("param_names") or [], ours.get("param_names") or [], strict=False)
+    other = [(saved, name) for saved, name in pairs if canonical_name(saved) != canonical_name(name)]
+    if not other:
+        return None
+    shown = ", ".join(f"'{saved}' where it has '{name}'" for saved, name in other[:4])
+    more = f" and {len(other) - 4} more" if len(other) > 4 else ""
+    return (
+        f"was saved with other parameters: {shown}{more}; build the optimizer with the same groups, or remove "
+        "'param_names' from the saved groups to load by position"
+    )
+
+
+def sizes_problem(saved: list[dict[str, Any]], current: list[dict[str, Any]]) -> str | None:
+    """How the saved groups differ from ours in number or size; None if they do not."""
+    if len(saved) != len(current):
+        return f"the loaded state has {len(saved)} parameter groups, this optimizer {len(current)}"
+    for index, (theirs, ours) in enumerate(zip(saved, current, strict=True)):
+        before, now = theirs.get("param_names") or [], ours.get("param_names") or []
+        if len(theirs["params"]) != len(ours["params"]):
+            gone = [f"'{name}' only in the loaded state" for name in before if name not in now]
+            new = [f"'{name}' only in the optimizer" for name in now if name not in before]
+            listed = f": {', '.join((gone + new)[:4])}" if before and now else ""
+            sizes = f"{len(theirs['params'])} parameters and has {len(ours['params'])}"
+            return f"{group_label(index)} was saved with {sizes}{listed}"
+    return None
 
 
 def check_loaded_state(groups: list[dict[str, Any]], state: Any) -> None:
@@ -47,12 +99,35 @@ def check_loaded_state(groups: list[dict[str, Any]], state: Any) -> None:
     for index, group in enumerate(groups):
         for position, p in enumerate(group["params"]):
             for key, value in _tensors(state, p):
-                if value.shape != p.shape:
+                expected = tuple(state_shapes(group, position).get(key, p.shape))
+                if tuple(value.shape) != expected:
                     name = param_label(group, position, group_label(index))
                     raise ValueError(
                         f"Muon: the loaded {key!r} of {name} has shape {tuple(value.shape)}, the parameter "
-                        f"{tuple(p.shape)}; was the state saved from the same model, in the same order?"
+                        f"needs {expected}; was the state saved from the same model, in the same order?"
                     )
+
+
+def drop_foreign_state(groups: list[dict[str, Any]], state: Any) -> None:
+    """Leave out what another algorithm saved of a parameter, which then starts without state. Local."""
+    for group in groups:
+        for p in group["params"]:
+            used = used_state(state.pop(p, {}), group)
+            if used:
+                state[p] = used
+
+
+def state_keys(group: dict[str, Any]) -> set[str]:
+    """What the state of every stepped parameter of the group holds."""
+    more = _MORE_KEYS[group["algorithm"]] if group.get("normuon") else ()
+    return {*STATE_KEYS[group["algorithm"]], *more}
+
+
+def used_state(found: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
+    """What ``group`` uses of a parameter's saved state; nothing if something that it needs is not there. Local."""
+    if not set(STATE_KEYS[group["algorithm"]]) <= found.keys():
+        return {}
+    return {key: value for key, value in found.items() if key in state_keys(group)}
 
 
 def place_state(groups: list[dict[str, Any]], state: Any) -> None:
@@ -64,12 +139,15 @@ def place_state(groups: list[dict[str, Any]], state: Any) -> None:
     """
     for p in chain.from_iterable(group["params"] for group in groups):
         for key, value in _tensors(state, p):
-            state[p][key] = _placed_like(value, p)
+            state[p][key] = placed_like(value, p)
 
 
-def _placed_like(value: Tensor, p: Tensor) -> Tensor:
+def placed_like(value: Tensor, p: Tensor) -> Tensor:
+    """``value`` as state of ``p``: whole where ``p`` is plain, else with its placement. See :func:`place_state`."""
     if isinstance(p, OwnedTensor):
-        return own_like(value, p.zeros_at_home())
+        like = zeros_for_state(p, value.shape)
+        assert isinstance(like, OwnedTensor)
+        return own_like(value, like)
     if isinstance(p, DTensor):
         if not isinstance(value, DTensor):
             return distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +22,15 @@ def is_stepped_here(p: Tensor) -> bool:
     return not isinstance(p, OwnedTensor) or p.is_home
 
 
-def zeros_for_state(p: Tensor) -> Tensor:
-    """Zeros for optimizer state of ``p``, placed where ``p`` is updated. Local."""
+def zeros_for_state(p: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    """Zeros for optimizer state of ``p``, placed where ``p`` is updated; of the shape of ``p`` by default. Local."""
+    if shape is not None and tuple(shape) != tuple(p.shape):
+        if not isinstance(p, OwnedTensor):
+            return torch.zeros(shape, dtype=p.dtype, device=p.device)
+        whole = torch.Size(shape)
+        here = whole if p.is_home else (0, *whole[1:])
+        zeros = torch.zeros(here, dtype=p.dtype, device=p.device)
+        return OwnedTensor.wrap(zeros, whole, p.device_mesh, p.home, p.fqn)
     if isinstance(p, OwnedTensor):
         return p.zeros_at_home()
     return torch.zeros_like(p, memory_format=torch.preserve_format)
@@ -53,14 +61,19 @@ def gradient_problem(p: Tensor, algorithm: str) -> str | None:
     return None
 
 
-def state_problem(p: Tensor, state: dict[str, Any]) -> str | None:
-    """Say which state tensor does not lie where ``p`` lies, and the remedy; None if all do. Local."""
+def state_problem(p: Tensor, state: dict[str, Any], shapes: Mapping[str, Sequence[int]]) -> str | None:
+    """Say which state tensor does not lie where ``p`` lies, and the remedy; None if all do. Local.
+
+    ``shapes`` are the global shapes of those that do not have the parameter's.
+    """
     for key, value in state.items():
         if key == "step" or not isinstance(value, Tensor):
             continue
+        other = shapes.get(key)
+        here = local(p).shape if other is None else torch.Size(other)
         if (
-            value.shape != p.shape
-            or (is_stepped_here(p) and local(value).shape != local(p).shape)
+            value.shape != torch.Size(other or p.shape)
+            or (is_stepped_here(p) and local(value).shape != here)
             or value.device != p.device
         ):
             return (

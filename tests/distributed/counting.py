@@ -64,3 +64,16 @@ def peak_bytes(prepare: Callable[[], Callable[[], None]]) -> int:
             if event.start_ns() >= start:
                 peak = max(peak, held)
     return peak
+
+
+def extra_bytes(measured: Callable[[], object]) -> int:
+    """Most bytes that torch's allocator held, while `measured` ran, beyond what it held before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = measured()
+    del result
+    held = peak = 0
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak

@@ -365,3 +365,18 @@ def test_dedication_keeps_names_shapes_order_and_ties(model: str) -> None:
     assert set(first["owners"].values()) == {0, 1}
     if model == "gpt":
         assert first["owned"] == sorted(_owned_names())
+
+
+def _expanded_buffer() -> torch.Tensor:
+    model = MODELS["gpt"]()
+    rank = dist.get_rank()
+    model.register_buffer("mask", torch.tensor([1.0, 2.0 + rank, 3.0]).expand(4, 3))
+    model.register_buffer("column", torch.tensor([[1.0 + rank], [5.0]]).expand(2, 3))
+    dedicate(model, shard="none")
+    return torch.cat([model.mask, model.column])
+
+
+def test_buffers_that_repeat_their_elements_become_the_first_ranks() -> None:
+    expected = torch.cat([torch.tensor([1.0, 2.0, 3.0]).expand(4, 3), torch.tensor([[1.0], [5.0]]).expand(2, 3)])
+    for found in run_distributed(_expanded_buffer, 2):
+        assert torch.equal(found, expected)

@@ -30,3 +30,24 @@ def test_a_plain_model_is_described_as_it_will_be() -> None:
     texts = run_distributed(_before_and_after, 4)
     assert len({text for pair in texts for text in pair}) == 1
     assert "replica 1, shard rank 1" in texts[0][0]
+
+
+def _split_once() -> None:
+    from dmuon_core import Muon, dedicate_params
+
+    model = GPT()
+    names = [name for name, param in model.named_parameters() if hidden_matrix(name, param)]
+    rule = {"*.attn.q.weight": 2}
+    dedicated = dedicate_params(model, init_device_mesh("cpu", (2,)), hidden_matrix, split=rule)
+    parts = {spec.fqn: spec.parts for spec in dedicated.assignment.specs}
+    for optimizer, divided in ((Muon(model), ".q."), (Muon(model, split={"*.attn.k.weight": 2}), ".k.")):
+        group = optimizer.param_groups[0]
+        specs = dict(zip(group["param_names"], group["split"], strict=True))
+        assert specs == {name: "rows:2" if divided in name else None for name in names}
+    for name in names:
+        rows, columns = model.get_parameter(name).shape
+        assert parts[name] == (((rows // 2, columns),) * 2 if ".q." in name else ((rows, columns),)), name
+
+
+def test_the_split_that_balances_owners_is_the_default_of_the_optimizer() -> None:
+    run_distributed(_split_once, 2)

@@ -75,6 +75,12 @@ def _bound_on_bytes_differs_between_ranks() -> None:
     _core().dedicate_params(GPT(), _mesh(), hidden_matrix, max_owned_bytes=10_000_000 + dist.get_rank())
 
 
+def _hook_on_a_target() -> None:
+    model = GPT()
+    model.get_parameter(Q).register_hook(lambda grad: grad * 0)
+    _core().dedicate_params(model, _mesh(), hidden_matrix)
+
+
 def _described_with_arguments_after_dedication() -> None:
     model = GPT()
     _core().dedicate_params(model, _mesh(), hidden_matrix)
@@ -174,6 +180,7 @@ MISUSE: dict[Callable[[], None], list[str]] = {
     _partitions_differ_between_ranks: [f"the owner of '{Q}'", "rank 0", "rank 1"],
     _bound_on_bytes_is_too_low: ["max_owned_bytes=700", "hold 1400", "raise it"],
     _bound_on_bytes_differs_between_ranks: ["the arguments", "10000000", "10000001"],
+    _hook_on_a_target: [Q, "register_hook", "register_post_accumulate_grad_hook"],
     _described_with_arguments_after_dedication: ["GPT", "dedicated already", "describe(model)"],
     _shapes_differ_between_ranks: ["mlp.up.weight", "rank"],
     _after_fully_shard: [Q, "fully_shard", "before"],

@@ -232,6 +232,24 @@ def _copy_into_and_out_of() -> None:
     _assert_owned(p, p, torch.ones(17, 10))
 
 
+def _equal_says_the_same_everywhere() -> None:
+    model, _, want = _model()
+    up, down = model.get_parameter(UP), model.get_parameter(DOWN)
+    other = want[UP].clone()
+    other[-1, -1] += 1
+    assert torch.equal(up, up) and torch.equal(up, up.detach().clone())
+    assert torch.equal(up, want[UP]) and torch.equal(want[UP], up)
+    assert not torch.equal(up, other) and not torch.equal(up, up + 1)
+    assert not torch.equal(up, down)  # of another shape
+    q, k = (model.get_parameter(f"blocks.0.attn.{name}.weight") for name in "qk")  # perhaps of different owners
+    assert not torch.equal(q, k)
+    with torch.no_grad():
+        k.copy_(want["blocks.0.attn.q.weight"])
+    assert torch.equal(q, k)
+    for name, p in model.named_parameters():  # as Lightning's BaseFinetuning looks for a parameter
+        assert [n for n, each in model.named_parameters() if torch.equal(each, p)].count(name) == 1
+
+
 def _gradients_by_hand() -> None:
     p, value = _one()
     p.grad = torch.ones_like(p)
@@ -251,6 +269,7 @@ SINGLE = [
     _foreach_on_a_mixture,
     _random_likes,
     _copy_into_and_out_of,
+    _equal_says_the_same_everywhere,
     _gradients_by_hand,
 ]
 

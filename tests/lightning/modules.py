@@ -151,6 +151,20 @@ class TwoStepsNet(ManualNet):
         super().training_step(batch, batch_idx)
 
 
+class ToggledNet(ManualNet):
+    """Two optimizers on losses of their own, each toggled, with a backward that is only accumulated before the step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        for factor, optimizer in zip((1.0, 0.5), self.optimizers(), strict=True):  # type: ignore[arg-type]
+            optimizer.zero_grad()
+            for is_last in (False, True):
+                with optimizer.toggle_model(sync_grad=is_last):
+                    loss = factor * self.loss_of(batch)
+                    self.manual_backward(loss)
+            optimizer.step()
+            self.losses.append(loss.item())
+
+
 class LateNet(Net):
     """Builds its layers in configure_model, which the Trainer may call once per fit, validate, test."""
 
@@ -234,6 +248,18 @@ class EarlyOptimizerNet(Net):
 
     def configure_optimizers(self) -> Any:
         return self._optimizer
+
+
+class EarlyManualNet(EarlyOptimizerNet, ManualNet):
+    """The same with manual optimization."""
+
+    def __init__(self, optimizers: Any = None, seed: int = 0) -> None:
+        ManualNet.__init__(self, None, seed)
+        self._optimizer = optimizers(self)
+
+
+class EarlyMetaNet(EarlyOptimizerNet, MetaNet):
+    """The same on the meta device."""
 
 
 def dataset(rows: int = ROWS) -> TensorDataset:

@@ -81,6 +81,14 @@ class Joint(torch.optim.Optimizer):
             part.step()
         return loss
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for part, state in zip(self.parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
 
 def step_decay(make: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
     """A schedule of both groups, by the step, in the form that Lightning documents."""

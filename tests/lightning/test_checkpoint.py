@@ -64,7 +64,11 @@ def _saved(recipe: Fit, world: int, folder: Path) -> tuple[Fitted, str]:
     return run_distributed(_save, world, recipe, str(folder))[0]
 
 
-@pytest.mark.parametrize("recipe", [FIT, FOLDER, BF16], ids=["file", "folder", "file, bf16-true"])
+@pytest.mark.parametrize(
+    "recipe",
+    [FIT, pytest.param(FOLDER, marks=pytest.mark.slow), pytest.param(BF16, marks=pytest.mark.slow)],
+    ids=["file", "folder", "file, bf16-true"],
+)
 def test_resume_is_exact(recipe: Fit, tmp_path: Path) -> None:
     whole = run_distributed(fit, 2, recipe)[0]
     half, path = _saved(recipe, 2, tmp_path)
@@ -83,9 +87,9 @@ CHANGES = [
     pytest.param(*change, id=f"{'folder' if change[0] is FOLDER else 'file'}-{change[1]}-to-{change[2]}", marks=marks)
     for *change, marks in [
         (FIT, 2, 1, []),
-        (FIT, 1, 2, []),
+        (FIT, 1, 2, pytest.mark.slow),
         (FIT, 2, 4, []),
-        (FOLDER, 2, 4, []),
+        (FOLDER, 2, 4, pytest.mark.slow),
         (FOLDER, 2, 1, pytest.mark.slow),
         (FOLDER, 1, 2, pytest.mark.slow),
         (FIT, 4, 2, pytest.mark.slow),

@@ -59,6 +59,7 @@ def test_four_processes_equal_one(name: str, strategy: dict[str, Any]) -> None:
             assert got.metrics[metric] == pytest.approx(want.metrics[metric], abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [FIT, FOLDER], ids=["file", "folder"])
 def test_resume_is_exact(recipe: Fit, tmp_path: Path) -> None:
     recipe = replace(recipe, strategy={**recipe.strategy, "replicate_size": 2})
@@ -72,7 +73,8 @@ def test_resume_is_exact(recipe: Fit, tmp_path: Path) -> None:
         assert_equal(resumed.state, whole.state)
 
 
-@pytest.mark.parametrize(("recipe", "after"), [(FIT, 2), (FOLDER, 1)], ids=["file", "folder"])
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "after"), [(FIT, 2), (FOLDER, 1), (FOLDER, 4)])
 def test_resume_in_another_layout(recipe: Fit, after: int, tmp_path: Path) -> None:
     """From 2 replicas x 2 shards to one replica over ``after`` shards, momentum included, and back."""
     replicated = replace(recipe, strategy={**recipe.strategy, "replicate_size": 2})

@@ -56,6 +56,24 @@ def test_replicas_dtypes_predicates() -> None:
     assert lines[4] == "    layers.1.mlp.up.weight             8 x 4        64 B  replica 1, shard rank 1"
 
 
+def test_costs_are_those_of_the_parts() -> None:
+    model = GPT()
+    split = {"*.qkv.weight": 3}
+    params = dict(model.named_parameters())
+    specs = [
+        MatrixSpec(name, tuple(params[name].shape), f"layers.{i}", ((4, 4),) * 3 if "qkv" in name else None)
+        for i in range(2)
+        for name in names(i)
+    ]
+    assert describe(model, 2, split=split).endswith(str(compute_balanced_assignment(specs, 2)))
+    with pytest.raises(ValueError, match="fits"):
+        describe(model, 2, split={"*.missing": 3})
+    experts = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    experts[0].weight = nn.Parameter(torch.zeros(5, 4, 6))
+    text = describe(experts, 1, predicate=lambda name, param: name == "0.weight")
+    assert str(compute_balanced_assignment([MatrixSpec("0.weight", (5, 4, 6), "", ((4, 6),) * 5)], 1)) in text
+
+
 def test_long_lists_are_cut() -> None:
     wide = nn.Sequential(nn.Embedding(4, 4), nn.Sequential(*(nn.Linear(4, 4) for _ in range(21))))
     lines = describe(wide, hook_boundary_predicate=lambda module: module is wide).splitlines()

@@ -90,6 +90,7 @@ def test_a_model_trains():
 def test_groups_hold_only_the_options_of_their_algorithm():
     muon, adamw = Muon(TinyModel()).param_groups
     common = {"params", "param_names", "name", "algorithm", "lr", "weight_decay", "eps"}
+    common.add("maximize")
     assert set(adamw) == common | {"betas"}
     assert set(muon) == common | {
         "momentum",
@@ -98,6 +99,13 @@ def test_groups_hold_only_the_options_of_their_algorithm():
         "ns_steps",
         "adjust_lr_fn",
         "ns_dtype",
+        "ns_form",
+        "batched",
+        "split",
+        "normuon",
+        "beta2",
+        "cautious_weight_decay",
+        "compile",
     }
 
 
@@ -154,14 +162,19 @@ BAD_OPTIONS = [
     ("lr", [-0.1, NAN, INF, "fast", None, True], "finite number >= 0"),
     ("lr", [torch.zeros(2)], "one element"),
     ("lr", [torch.tensor(-1.0), torch.tensor(NAN)], "finite number >= 0"),
-    ("weight_decay", [-0.1, NAN, None], "finite number >= 0"),
+    ("weight_decay", [-0.1, NAN, None, torch.tensor(-1.0), torch.zeros(2)], "finite number >= 0"),
     ("momentum", [-0.1, 1.0, NAN, None], r"number in \[0, 1\)"),
     ("nesterov", [1, None], "True or False"),
-    ("ns_coefficients", [(1.0, 2.0), (1.0, 2.0, NAN), 3.0, "abc"], "three finite numbers"),
+    ("ns_coefficients", [(1.0, 2.0), (1.0, 2.0, NAN), 3.0, "abc", (), [(1, 2, 3), (1, 2)]], "three finite numbers"),
     ("eps", [0.0, -1e-7, 1e-60, NAN, INF, None], r"finite number > 0 in bfloat16"),
     ("ns_steps", [-1, 100, 2.5, True], "integer from 0 to 99"),
-    ("adjust_lr_fn", ["match", "Original", 1], "None or one of 'original', 'match_rms_adamw'"),
-    ("ns_dtype", [torch.float16, torch.int32, "half", None], r"one of torch\.bfloat16"),
+    ("adjust_lr_fn", ["match", "Original", 1], "None or one of 'original', 'match_rms_adamw', 'none'"),
+    ("ns_dtype", [torch.int32, "half", None], r"one of torch\.bfloat16"),
+    ("ns_form", ["Gram", None], "one of 'direct', 'gram', 'auto'"),
+    ("ns_form", ["gram"], "'direct' or 'auto' with ns_dtype=torch.bfloat16"),
+    *((name, [1, None], "True or False") for name in ("batched", "normuon", "cautious_weight_decay", "compile")),
+    ("beta2", [-0.1, 1.0, NAN, None], r"number in \[0, 1\)"),
+    ("maximize", [1, None], "True or False"),
     ("adamw_lr", [-0.1, NAN, "fast"], "finite number >= 0"),
     ("adamw_betas", [(0.9,), (0.9, 1.0), (-0.1, 0.9), 0.9, None], r"two numbers in \[0, 1\)"),
     ("adamw_eps", [-1e-8, NAN, None], "finite number >= 0"),
