@@ -137,7 +137,7 @@ def test_a_few_models() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @settings(
-    max_examples=12,
+    max_examples=8,
     deadline=None,
     derandomize=True,
     database=None,
