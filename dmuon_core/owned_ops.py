@@ -65,7 +65,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     if func in _AS_DTENSOR:
         return _as_dtensors(func, args, kwargs, pad_empty=False)
-    if func in _REDUCTION:
+    if func in _REDUCTION and not _is_norm_of_the_smallest(func, args):
         return _as_dtensors(func, args, kwargs, pad_empty=True)
     if func._schema.name.startswith(("aten::_foreach_", "aten::_fused_")):  # fused optimizers take lists as well
         return _foreach(func, args, kwargs)
@@ -93,6 +93,11 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if torch.Tag.pointwise in func.tags or func in _FILL:
         return _pointwise(func, args, kwargs)
     raise NotImplementedError(_refusal(func, args, kwargs))
+
+
+def _is_norm_of_the_smallest(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether it is a norm with p < 0: small elements count most there, and padding is none of nothing."""
+    return "norm" in func._schema.name and len(args) > 1 and isinstance(args[1], (int, float)) and args[1] < 0
 
 
 def _refusal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

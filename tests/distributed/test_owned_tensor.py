@@ -132,6 +132,13 @@ def _norms() -> None:
         assert torch.allclose(full(p.norm()), value.norm(), rtol=1e-6, atol=0)
 
 
+def _norms_of_the_smallest_are_refused() -> None:
+    up, _ = _one()
+    for p in (-1, float("-inf")):
+        with pytest.raises(NotImplementedError, match="full_tensor"):
+            torch.linalg.vector_norm(up, p)
+
+
 def _norm_over_all_parameters() -> None:
     model, _, want = _model()
     parameters = list(model.parameters())
@@ -265,6 +272,7 @@ SINGLE = [
     _pointwise,
     _two_owners_do_not_mix,
     _norms,
+    _norms_of_the_smallest_are_refused,
     _norm_over_all_parameters,
     _foreach_on_a_mixture,
     _random_likes,
