@@ -45,12 +45,9 @@ def model_groups(
             f"Muon got {type(model).__name__}, in which no parameter requires a gradient; unfreeze what you "
             "want to train"
         )
-    if hidden is not None:
-        pass
-    elif any(isinstance(p, OwnedTensor) for _, p in model.named_parameters()):
-        hidden = {id(p) for _, p in trainable if isinstance(p, OwnedTensor)}
-    else:
-        hidden = {id(p) for p in muon_targets(model).values()}
+    if hidden is None:
+        owned = [p for p in model.parameters() if isinstance(p, OwnedTensor)]
+        hidden = {id(p) for p in owned or muon_targets(model).values()}
     groups = []
     for name, options in (named or {}).items():
         taken = _matching(trainable, options.get("params"), name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -13,8 +13,6 @@ from torch import Tensor
 from dmuon_core.optim.newton_schulz import Form
 from dmuon_core.optim.polar import ScheduleName, schedule
 from dmuon_core.optim.update import NS_DTYPES, AdjustLrFn
-
-Algorithm = Literal["muon", "adamw"]
 
 _SAME = ("lr", "weight_decay", "eps", "maximize")
 _MUON = (
