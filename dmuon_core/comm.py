@@ -203,6 +203,9 @@ class _NamedWork:
         with _named(self._what):
             self._work.wait()
 
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
 
 class _named:
     def __init__(self, what: str) -> None:

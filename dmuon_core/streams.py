@@ -18,9 +18,13 @@ adversarially. The CUDA form has not been run on a GPU yet.
 
 from __future__ import annotations
 
+import atexit
+import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -127,11 +131,42 @@ class _PendingWorks(Pending):
         if failure is not None:
             raise failure
 
+    @property
+    def is_running(self) -> bool:
+        """Whether any of them is still under way. Does not block."""
+        return not all(work.is_completed() for work in self._works)
+
+
+_EXIT_GRACE = 2.0
+"""Seconds that the end of the process waits for collectives that nothing has waited for, such as a publication."""
+
+_launched: weakref.WeakSet[_PendingWorks] = weakref.WeakSet()
+
+
+@cache
+def _let_gloo_finish_at_exit() -> None:
+    """Let gloo's threads drop their tensors before Python is torn down.
+
+    They take the GIL for that; a thread that does so too late aborts the process ("terminate called without an active
+    exception", pytorch issue 190489).
+    """
+
+    def finish() -> None:
+        until = time.monotonic() + _EXIT_GRACE  # a peer that is gone must not hold this process back
+        while any(pending.is_running for pending in list(_launched)) and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(0.1)  # what is complete is dropped a moment later
+
+    atexit.register(finish)
+
 
 class CpuStreams(Streams):
     """gloo: operations run in the process group's threads, the host waits."""
 
     wait_blocks_host = True
+
+    def __init__(self) -> None:
+        _let_gloo_finish_at_exit()
 
     def launch(
         self,
@@ -145,7 +180,9 @@ class CpuStreams(Streams):
     ) -> Pending:
         for pending, _ in after:
             pending.wait()  # gloo does not order two operations on one tensor
-        return _PendingWorks(collective())
+        launched = _PendingWorks(collective())
+        _launched.add(launched)
+        return launched
 
 
 class _PendingEvent(Pending):

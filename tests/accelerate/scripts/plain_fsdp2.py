@@ -7,6 +7,7 @@ one step of what is left to AdamW.
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -40,3 +41,5 @@ if __name__ == "__main__":
         ours = [module for module in sys.modules if module.startswith("dmuon")]
         torch.save({"loss": loss.item() / dist.get_world_size(), "exp_avg": average, "ours": ours}, report)
     dist.destroy_process_group()
+    # A thread of gloo that drops its last tensors while the interpreter is torn down aborts (pytorch issue 190489).
+    time.sleep(0.1)
