@@ -260,12 +260,15 @@ def _clone(parent: dist.ProcessGroup, device: torch.device, description: str) ->
 
 
 def _new_group(ranks: list[int], like: dist.ProcessGroup, device: torch.device, description: str) -> dist.ProcessGroup:
-    """A process group with the backend and timeout of ``like``, shared by all models that ask for the same one.
+    """A process group with the backend of ``like``, shared by all models that ask for the same one.
 
-    Models may share it because all ranks run them in the same order; sockets and communicators are not released before
-    the default group is.
+    Its timeout is that of ``like`` or of the default group, whichever is shorter: ``init_device_mesh`` gives the groups
+    of a 2-D mesh torch's half hour, whatever the user chose for ``init_process_group``. Models may share a group, as
+    all ranks run them in the same order; sockets and communicators are not released before the default group is.
     """
-    timeout, backend = like._get_backend(device).options._timeout, dist.get_backend(like)
+    backend = dist.get_backend(like)
+    groups = (like, dist.distributed_c10d._get_default_group())
+    timeout = min(group._get_backend(device).options._timeout for group in groups)
     key = (tuple(ranks), description, backend, timeout)
     group = _groups.get(key)
     if group is None or group not in dist.distributed_c10d._world.pg_map:  # not made yet, or destroyed

@@ -128,16 +128,3 @@ def _policy_survives_conversion() -> tuple[torch.dtype, torch.dtype]:
 def test_a_precision_policy_survives_a_conversion() -> None:
     for computed, at_rest in run_distributed(_policy_survives_conversion, 2):
         assert (computed, at_rest) == (torch.bfloat16, torch.float64)
-
-
-def _groups_of_two_models() -> tuple[int, int]:
-    counts = []
-    for _ in range(2):
-        dedicate(MODELS["gpt"]())
-        counts.append(len(dist.distributed_c10d._world.pg_map))
-    return counts[0], counts[1]
-
-
-def test_models_share_process_groups() -> None:
-    for first, second in run_distributed(_groups_of_two_models, 2):
-        assert first == second
