@@ -1,7 +1,8 @@
 """Muon on owned matrices beside FSDP2 + AdamW, FSDP2 + Muon and other packages: `python -m benchmarks.compare`.
 
 All train the same GPT on the same processes and take turns, one step each, so that whatever else the machine does meets
-all of them alike. Bytes, FLOPs and memory are counted for each alone. Writes tables and a picture into docs/.
+all of them alike. Bytes, FLOPs and memory are counted for each alone. Writes the figures, as tables and a picture, into
+docs/benchmarks.md, whose text around them is written by hand, and everything measured into a JSON file beside it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.contenders import BASELINE, REDUNDANT, contenders
+from benchmarks.compare_tables import count_table, targets, timing_table
+from benchmarks.contenders import BASELINE, contenders
+from docs.pages import replace_section
 
 ROOT = Path(__file__).parent.parent
 
@@ -36,52 +39,6 @@ def run(processes: int, batch: int, args: argparse.Namespace, alone: str | None 
             command += ["--alone", alone]
         subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
         return json.loads(out.read_text())
-
-
-def timing_table(runs: dict[tuple[int, int], Any], context: int) -> list[str]:
-    lines = [
-        "| processes | tokens per step | | step, ms (quartiles) | / AdamW | forward+backward, ms | / AdamW "
-        "| optimizer, ms | / gathered | CPU s |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for (processes, batch), times in runs.items():
-        median = {name: {key: statistics.median(v) for key, v in phases.items()} for name, phases in times.items()}
-        for name, phases in median.items():
-            low, _, high = statistics.quantiles(times[name]["step"], n=4)
-            step, passes, optimizer = (1e3 * phases[key] for key in ("step", "forward+backward", "optimizer"))
-            cells = [
-                str(processes),
-                str(processes * batch * context),
-                name,
-                f"{step:.1f} ({1e3 * low:.1f} to {1e3 * high:.1f})",
-                f"{phases['step'] / median[BASELINE]['step']:.2f}",
-                f"{passes:.1f}",
-                f"{phases['forward+backward'] / median[BASELINE]['forward+backward']:.2f}",
-                f"{optimizer:.1f}",
-                f"{phases['optimizer'] / median[REDUNDANT]['optimizer']:.2f}",
-                f"{phases['cpu']:.3f}",
-            ]
-            lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
-def count_table(counts: dict[tuple[int, str], Any]) -> list[str]:
-    lines = [
-        "| processes | | MB in forward+backward | MB in the optimizer | GFLOPs of the busiest rank's optimizer "
-        "| / mean | peak RSS, MB |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for (processes, name), found in counts.items():
-        flops = found["flops"]
-        mean = sum(flops) / len(flops)
-        moved = [
-            ", ".join(f"{op} {size / 1e6:.2f}" for op, size in sorted(found["bytes"][phase].items())) or "0"
-            for phase in ("forward+backward", "optimizer")
-        ]
-        balance = f"{max(flops) / mean:.3f}" if mean else ""
-        cells = [str(processes), name, *moved, f"{max(flops) / 1e9:.3f}", balance, f"{found['rss'] / 1e6:.0f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
 
 
 def draw(runs: dict[tuple[int, int], Any], context: int, path: Path) -> None:
@@ -132,15 +89,25 @@ def main() -> None:
     args = parser.parse_args()
     runs = {(p, batch): run(p, batch, args) for p in args.processes for batch in args.batch}
     counts = {(p, name): run(p, args.batch[0], args, name) for p in args.processes for name in contenders()}
+    measured = {
+        "machine": machine(),
+        "arguments": {name: value for name, value in vars(args).items() if name != "out"},
+        "seconds": [{"processes": p, "batch": batch, "of": times} for (p, batch), times in runs.items()],
+        "counted": [{"processes": p, "contender": name, **found} for (p, name), found in counts.items()],
+    }
+    args.out.with_suffix(".json").write_text(json.dumps(measured))
     picture = args.out.with_suffix(".svg")
     draw(runs, args.context, picture)
+    if not args.out.exists():
+        args.out.write_text("# Benchmarks\n\n<!-- figures -->\n<!-- end of figures -->\n")
     lines = [
-        "# Benchmarks",
-        "",
-        f"Made by `python -m benchmarks.compare` on: {machine()}. A GPT of {args.layers} layers of width {args.dim}, "
-        f"sequences of {args.context}; medians of {args.steps} steps, of the slowest process, taken in turn.",
+        f"Made by `python -m benchmarks.compare {' '.join(sys.argv[1:])}` on: {measured['machine']}. A GPT of "
+        f"{args.layers} layers of width {args.dim}, sequences of {args.context}; medians of {args.steps} steps, of the "
+        "slowest process, taken in turn.",
         "",
         f"![step time over AdamW's]({picture.name})",
+        "",
+        *targets(runs, counts, args.context),
         "",
         *timing_table(runs, args.context),
         "",
@@ -148,10 +115,10 @@ def main() -> None:
         "buffer), matrix-product FLOPs of the optimizer, and the largest resident memory of a process.",
         "",
         *count_table(counts),
-        "",
     ]
-    args.out.write_text("\n".join(lines))
-    print(f"wrote {args.out} and {picture}")
+    replace_section(args.out, "figures", "\n".join(lines))
+    print("\n".join(lines))
+    print(f"wrote {args.out}, {picture.name} and {picture.with_suffix('.json').name}")
 
 
 if __name__ == "__main__":

@@ -90,6 +90,7 @@ def _dmuon(zero3: bool, **options: object) -> Callable[[GPTConfig, DeviceMesh], 
 
 
 BASELINE, REDUNDANT = "FSDP2 + AdamW", "FSDP2 + Muon, gathered"
+Z3, Z2 = "this library, Z3", "this library, Z2"
 
 
 def contenders() -> dict[str, Callable[[GPTConfig, DeviceMesh], Contender]]:
@@ -98,9 +99,9 @@ def contenders() -> dict[str, Callable[[GPTConfig, DeviceMesh], Contender]]:
         BASELINE: fsdp2_adamw,
         REDUNDANT: fsdp2_gathered_muon,
         "FSDP2 + torch.optim.Muon": fsdp2_stock_muon,
-        "this library, Z3": _dmuon(True),
-        "this library, Z2": _dmuon(False),
-        "this library, Z3, batched": _dmuon(True, batched=True),
+        Z3: _dmuon(True),
+        Z2: _dmuon(False),
+        f"{Z3}, batched": _dmuon(True, batched=True),
     }
     if find_spec("muon_fsdp2"):
         found["muon-fsdp2"] = muon_fsdp2

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dmuon_core.optim.newton_schulz import flops, orthogonalize
+from docs.pages import replace_section
 
 PAGE = Path(__file__).parent / "newton_schulz.md"
 ROWS, COLUMNS = 256, 1024
@@ -119,25 +120,15 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def replace_section(text: str, mark: str, content: str) -> str:
-    start, end = f"<!-- {mark} -->", f"<!-- end of {mark} -->"
-    before, _, rest = text.partition(start)
-    _, _, after = rest.partition(end)
-    if not after:
-        raise ValueError(f"{PAGE.name} has no section {start} ... {end}")
-    return f"{before}{start}\n\n{content}\n\n{end}{after}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--no-timings", action="store_true", help="measure accuracy only")
     parser.add_argument("--repeats", type=int, default=9)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    text = replace_section(PAGE.read_text(), "accuracy", accuracy())
+    replace_section(PAGE, "accuracy", accuracy())
     if not options.no_timings:
-        text = replace_section(text, "timings", timings(options.repeats))
-    PAGE.write_text(text)
+        replace_section(PAGE, "timings", timings(options.repeats))
 
 
 if __name__ == "__main__":

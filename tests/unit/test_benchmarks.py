@@ -7,9 +7,9 @@ import torch
 
 pytest.importorskip("matplotlib")
 
-from benchmarks.compare import count_table, timing_table
 from benchmarks.compare_rank import Count
-from benchmarks.contenders import BASELINE, REDUNDANT
+from benchmarks.compare_tables import count_table, targets, timing_table
+from benchmarks.contenders import BASELINE, REDUNDANT, Z2, Z3
 from dmuon_core.optim import orthogonalize
 from dmuon_core.optim.newton_schulz import flops
 
@@ -35,3 +35,17 @@ def test_tables_show_medians_and_ratios():
     )
     found = {"bytes": {"forward+backward": {"reduce": 2_000_000}, "optimizer": {}}, "flops": [3e9, 1e9], "rss": 5e8}
     assert count_table({(2, BASELINE): found})[2] == f"| 2 | {BASELINE} | reduce 2.00 | 0 | 3.000 | 1.500 | 500 |"
+
+
+def test_targets_are_ratios_of_medians():
+    def took(passes: float, optimizer: float) -> dict[str, list[float]]:
+        return {"step": [passes + optimizer] * 2, "forward+backward": [passes] * 2, "optimizer": [optimizer] * 2}
+
+    small = {BASELINE: took(1, 1), REDUNDANT: took(1, 4), Z3: took(1.1, 1.9), Z2: took(0.9, 2)}
+    large = {BASELINE: took(99, 1), REDUNDANT: took(99, 4), Z3: took(100, 2.5), Z2: took(102, 3)}
+    counts = {(2, name): {"flops": [3e9, 1e9]} for name in (Z3, Z2)}
+    lines = targets({(2, 4): small, (2, 8): large}, counts, context=128)
+    assert lines[2:] == [
+        f"| 2 | {Z3} | 1024: 1.500, 2048: 1.025 | 2048 tokens | 1.010 | 0.550 | 0.575 | 1.500 |",
+        f"| 2 | {Z2} | 1024: 1.450, 2048: 1.050 | not up to 2048 tokens | 1.030 | 0.625 | 0.575 | 1.500 |",
+    ]
