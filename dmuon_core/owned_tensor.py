@@ -113,6 +113,19 @@ class OwnedTensor(DTensor):
         """Whether this rank steps the parameter."""
         return holds(self._spec.mesh, self._home)
 
+    def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
+        """As of any tensor; of a parameter refused, because its gradient is put there by reduction, not by autograd.
+
+        Raises:
+            RuntimeError: on a parameter.
+        """
+        if isinstance(self, nn.Parameter):
+            raise RuntimeError(
+                f"'{self._fqn}' is owned: a hook of register_hook would not run on its reduced gradient, use "
+                "register_post_accumulate_grad_hook"
+            )
+        return super().register_hook(hook)
+
     def lives_with(self, other: OwnedTensor) -> bool:
         """Whether both have their data, and their home, on the same ranks of one mesh."""
         mine, theirs = ((t._owner, t._home, t._spec.mesh) for t in (self, other))

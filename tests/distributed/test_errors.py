@@ -81,6 +81,13 @@ def _hook_on_a_target() -> None:
     _core().dedicate_params(model, _mesh(), hidden_matrix)
 
 
+def _hook_on_an_owned_parameter() -> None:
+    model = GPT()
+    _core().dedicate_params(model, _mesh(), hidden_matrix)
+    assert model.get_parameter(Q).square().register_hook(lambda grad: grad)  # of a result it runs
+    model.get_parameter(Q).register_hook(lambda grad: grad * 0)
+
+
 def _described_with_arguments_after_dedication() -> None:
     model = GPT()
     _core().dedicate_params(model, _mesh(), hidden_matrix)
@@ -181,6 +188,7 @@ MISUSE: dict[Callable[[], None], list[str]] = {
     _bound_on_bytes_is_too_low: ["max_owned_bytes=700", "hold 1400", "raise it"],
     _bound_on_bytes_differs_between_ranks: ["the arguments", "10000000", "10000001"],
     _hook_on_a_target: [Q, "register_hook", "register_post_accumulate_grad_hook"],
+    _hook_on_an_owned_parameter: [Q, "register_hook", "register_post_accumulate_grad_hook"],
     _described_with_arguments_after_dedication: ["GPT", "dedicated already", "describe(model)"],
     _shapes_differ_between_ranks: ["mlp.up.weight", "rank"],
     _after_fully_shard: [Q, "fully_shard", "before"],
