@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from dmuon_core.assignment import Assignment
+from dmuon_core.assignment import Assignment, MatrixSpec
 from dmuon_core.comm import TAG_NUMEL
 from dmuon_core.partition import compute_balanced_assignment
 from dmuon_core.planning.shapes import ModelShapes, Weight
@@ -68,6 +68,11 @@ class Placed:
     layout: Layout
     assignment: Assignment
 
+    @cached_property
+    def specs(self) -> dict[str, MatrixSpec]:
+        """What the partition knows of each owned weight."""
+        return {spec.fqn: spec for spec in self.assignment.specs}
+
     def home(self, fqn: str) -> tuple[int, int]:
         """(row, column) of the owner."""
         row, column = divmod(self.assignment.owners[fqn], self.layout.shard)
@@ -86,33 +91,46 @@ class Placed:
     @cached_property
     def owned(self) -> dict[str, list[Weight]]:
         """The owned weights of each unit that has some, in the order of the forward."""
-        found = {unit: [w for w in self.shapes.of_unit(unit) if w.owned] for unit in self.shapes.units}
-        return {unit: weights for unit, weights in found.items() if weights}
+        return self._of_units(owned=True)
 
     @cached_property
     def sharded(self) -> dict[str, list[Weight]]:
         """The weights of each unit that FSDP2 shards, likewise."""
-        found = {unit: [w for w in self.shapes.of_unit(unit) if not w.owned] for unit in self.shapes.units}
+        return self._of_units(owned=False)
+
+    def _of_units(self, owned: bool) -> dict[str, list[Weight]]:
+        found: dict[str, list[Weight]] = {unit: [] for unit in self.shapes.units}
+        for weight in self.shapes.weights:
+            if weight.owned is owned:
+                found[weight.unit].append(weight)
         return {unit: weights for unit, weights in found.items() if weights}
 
-    def broadcasts(self, unit: str) -> list[Bucket]:
-        """What an unshard of the unit sends in every row: one buffer for each owner column and dtype."""
-        return self._buckets(self.owned.get(unit, []), lambda w: (self.home(w.fqn)[1], 0, self.compute_dtype(w)))
+    @cached_property
+    def broadcasts(self) -> dict[str, list[Bucket]]:
+        """What an unshard of a unit sends in every row: one buffer for each owner column and dtype."""
+        return self._buckets(lambda w: (self.home(w.fqn)[1], 0, self.compute_dtype(w)))
 
-    def reduces(self, unit: str) -> list[Bucket]:
+    @cached_property
+    def reduces(self) -> dict[str, list[Bucket]]:
         """What a backward sends in every row, and each buffer then in its owners' column: one for each owner."""
-        trainable = [w for w in self.owned.get(unit, []) if w.trainable]
-        return self._buckets(trainable, lambda w: (*reversed(self.home(w.fqn)), self.reduce_dtype(w)))
+        return self._buckets(lambda w: (*self.home(w.fqn)[::-1], self.reduce_dtype(w)), trainable=True)
 
-    def publications(self, unit: str) -> list[Bucket]:
+    @cached_property
+    def publications(self) -> dict[str, list[Bucket]]:
         """The weights at rest, one buffer for each owner; each is sent in its owner's column."""
-        return self._buckets(self.owned.get(unit, []), lambda w: (*reversed(self.home(w.fqn)), w.rest_dtype))
+        return self._buckets(lambda w: (*self.home(w.fqn)[::-1], w.rest_dtype))
 
-    def _buckets(self, weights: list[Weight], key: Callable[[Weight], tuple[int, int, torch.dtype]]) -> list[Bucket]:
-        numel: dict[tuple[int, int, torch.dtype], int] = {}
-        for weight in weights:
-            numel[key(weight)] = numel.get(key(weight), 0) + weight.numel
-        return [Bucket(column, row, count, dtype.itemsize) for (column, row, dtype), count in numel.items()]
+    def _buckets(
+        self, key: Callable[[Weight], tuple[int, int, torch.dtype]], trainable: bool = False
+    ) -> dict[str, list[Bucket]]:
+        found: dict[str, list[Bucket]] = {}
+        for unit, weights in self.owned.items():
+            numel: dict[tuple[int, int, torch.dtype], int] = {}
+            for weight in weights:
+                if weight.trainable or not trainable:
+                    numel[key(weight)] = numel.get(key(weight), 0) + weight.numel
+            found[unit] = [Bucket(column, row, count, dtype.itemsize) for (column, row, dtype), count in numel.items()]
+        return found
 
     def padded(self, weight: Weight) -> int:
         """Elements that FSDP2 keeps of a sharded weight on every rank: as many rows as the largest shard."""
@@ -140,7 +158,5 @@ def place(shapes: ModelShapes, layout: Layout, max_owned_bytes: int | None = Non
 
 
 @lru_cache(maxsize=64)
-def _assign(matrices: tuple, shard: int, replicate: int, max_owned_bytes: int | None) -> Assignment:  # type: ignore[type-arg]
-    return compute_balanced_assignment(
-        matrices, shard * replicate, shard_size=shard, max_owned_bytes=max_owned_bytes
-    )
+def _assign(matrices: tuple[MatrixSpec, ...], shard: int, replicate: int, max_owned_bytes: int | None) -> Assignment:
+    return compute_balanced_assignment(matrices, shard * replicate, shard_size=shard, max_owned_bytes=max_owned_bytes)

@@ -87,8 +87,8 @@ def memory(placed: Placed, rank: int, *, normuon: bool = False) -> Memory:
     sharded = [weight for weights in placed.sharded.values() for weight in weights]
     trained = [weight for weight in sharded if weight.trainable]
     mine = [weight for weight in owned if placed.home(weight.fqn) == (row, column)]
-    gradients = [b for unit in placed.owned for b in placed.reduces(unit) if (b.row, b.column) == (row, column)]
-    publish = [b for unit in placed.owned for b in placed.publications(unit) if b.column == column]
+    gradients = [b for unit in placed.owned for b in placed.reduces[unit] if (b.row, b.column) == (row, column)]
+    publish = [b for unit in placed.owned for b in placed.publications[unit] if b.column == column]
     return Memory(
         owned_weights=sum(_at_rest(w) for w in owned if placed.home(w.fqn)[1] == column),
         momentum=sum(_at_rest(w) for w in mine if w.trainable),
@@ -111,8 +111,7 @@ def _at_rest(weight: Weight) -> int:
 
 def _neurons(placed: Placed, weight: Weight) -> int:
     """Rows of all matrices that the parameter stands for."""
-    spec = next(spec for spec in placed.assignment.specs if spec.fqn == weight.fqn)
-    return sum(rows for rows, _ in spec.parts or ())
+    return sum(rows for rows, _ in placed.specs[weight.fqn].parts or ())
 
 
 def _gradients_at_rest(placed: Placed, mine: Sequence[Weight], buckets: Sequence[Bucket]) -> int:
@@ -123,13 +122,13 @@ def _gradients_at_rest(placed: Placed, mine: Sequence[Weight], buckets: Sequence
 
 
 def _unsharded(placed: Placed) -> int:
-    sizes = {unit: sum(bucket.nbytes for bucket in placed.broadcasts(unit)) for unit in placed.owned}
+    sizes = {unit: sum(bucket.nbytes for bucket in placed.broadcasts[unit]) for unit in placed.owned}
     root = sizes.pop(ROOT, 0)  # there as long as any other
     return root + (_largest_pair(list(sizes.values())) if placed.layout.zero3 else sum(sizes.values()))
 
 
 def _packed_gradients(placed: Placed) -> int:
-    sizes = [sum(bucket.nbytes for bucket in placed.reduces(unit)) for unit in placed.owned]
+    sizes = [sum(bucket.nbytes for bucket in placed.reduces[unit]) for unit in placed.owned]
     # With replicas a unit is on its way along the column while the next one goes along the row.
     return _largest_pair(sizes) if placed.layout.replicate > 1 else max(sizes, default=0)
 

@@ -73,15 +73,15 @@ def transfers(placed: Placed, column: int) -> list[Transfer]:
     units = list(placed.owned)
     kept = units[-1] if units else None  # the last whose forward starts
     for unit in units:
-        sent = placed.broadcasts(unit)
+        sent = placed.broadcasts[unit]
         found.append(_of(Kind.BROADCAST, Phase.FORWARD, unit, sent))
         if placed.layout.zero3 and unit != kept:
             found.append(_of(Kind.BROADCAST, Phase.BACKWARD, unit, sent))
-        reduced = placed.reduces(unit)
+        reduced = placed.reduces[unit]
         mine = [bucket for bucket in reduced if bucket.column == column]
         found.append(_of(Kind.REDUCE, Phase.BACKWARD, unit, reduced))
         if placed.layout.replicate > 1:
-            published = [bucket for bucket in placed.publications(unit) if bucket.column == column]
+            published = [bucket for bucket in placed.publications[unit] if bucket.column == column]
             found.append(_of(Kind.REPLICATE_REDUCE, Phase.BACKWARD, unit, mine))
             found.append(_of(Kind.PUBLISH, Phase.STEP, unit, published))
     trainable = sum(w.trainable for weights in placed.owned.values() for w in weights)

@@ -1,0 +1,225 @@
+"""Measure what `Hardware` asks for, on the machine and the process group that this runs in.
+
+Every rank measures at the same time, because ranks that share cores or links slow each other down in training too; the
+slowest rank's time counts. Samples are taken in rounds, so that a caller can measure something else in between.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from dmuon_core.api import dedicate_params
+from dmuon_core.boundary import default_boundaries
+from dmuon_core.optim.newton_schulz import flops, orthogonalize
+from dmuon_core.planning.hardware import Hardware
+from dmuon_core.planning.traffic import Kind
+
+_SMALL, _LARGE = 16, 1 << 20  # elements of float32
+_BLOCKS = 6
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What is measured.
+
+    Attributes:
+        widths: of the transformer layers whose forward and backward is timed, and shorter sides of orthogonalized
+            matrices; the longer side is twice that.
+        tokens, sequence: of one rank's batch.
+        ns_dtype: in which Newton-Schulz runs.
+        group: ranks of one collective; all groups communicate at once. None for all ranks.
+    """
+
+    widths: tuple[int, ...] = (128, 256, 512)
+    tokens: int = 1024
+    sequence: int = 128
+    ns_dtype: torch.dtype = torch.bfloat16
+    group: int | None = None
+
+
+class Measurement:
+    """Samples of one process group. Building one and every method but :meth:`hardware` are collective."""
+
+    def __init__(self, probe: Probe, device: torch.device) -> None:
+        self._probe, self._device = probe, device
+        self._size = probe.group or dist.get_world_size()
+        if dist.get_world_size() % self._size:
+            raise ValueError(f"{dist.get_world_size()} ranks do not divide into groups of {self._size}")
+        mesh = init_device_mesh(device.type, (dist.get_world_size() // self._size, self._size))
+        self._group = mesh.get_group(1)
+        self._samples: dict[str, list[float]] = {}
+        self._layers = {width: _layer(width).to(device) for width in probe.widths}
+        self._matrices = {width: torch.randn(width, 2 * width, device=device) for width in probe.widths}
+        self._hooked = self._hooked_model(mesh[mesh.mesh_dim_names[1]] if mesh.mesh_dim_names else None)
+        self._flat = torch.zeros(8 * _LARGE, device=device), torch.ones(8 * _LARGE, device=device)
+
+    def round(self) -> None:
+        """Take one sample of everything."""
+        probe = self._probe
+        for width, layer in self._layers.items():
+            batch = torch.randn(probe.tokens // probe.sequence, probe.sequence, width, device=self._device)
+            self._sample(f"layer {width}", partial(_forward_backward, layer, batch))
+        for width, matrix in self._matrices.items():
+            self._sample(f"ns {width}", partial(orthogonalize, matrix, dtype=probe.ns_dtype))
+        self._sample("memory", lambda: self._flat[0].add_(self._flat[1]))
+        self._sample("hooks", partial(_forward_backward, self._hooked, torch.ones(1, 8, device=self._device)))
+        if self._size == 1:
+            return
+        for kind in _COLLECTIVES:
+            for numel in (_SMALL, _LARGE):
+                self._sample(f"{kind.name} {numel}", partial(_launch_and_wait, self._collective(kind, numel)))
+        layer, batch = self._layers[max(probe.widths)], torch.randn(8, probe.sequence, max(probe.widths))
+        batch = batch.to(self._device)
+        launch = self._collective(Kind.BROADCAST, _LARGE)
+
+        def both() -> None:
+            works = launch()
+            layer(batch)
+            _wait(works)
+
+        with torch.no_grad():
+            self._sample("compute alone", lambda: layer(batch))
+            self._sample("both", both)
+
+    def forget(self) -> None:
+        """Drop all samples so far, such as those of a round to warm up. Local."""
+        self._samples.clear()
+
+    def hardware(self) -> Hardware:
+        """The medians of all rounds as constants. Local."""
+        probe = self._probe
+        found = {name: statistics.median(values) for name, values in self._samples.items()}
+        rates = []
+        for width, layer in self._layers.items():
+            numel = sum(p.numel() for p in layer.parameters() if p.ndim == 2)
+            work = 6 * numel * probe.tokens + 3 * 4 * width * probe.tokens * probe.sequence
+            rates.append((float(width), work / found[f"layer {width}"]))
+        ns = tuple((float(width), flops(width, 2 * width) / found[f"ns {width}"]) for width in probe.widths)
+        memory = 3 * self._flat[0].nbytes / found["memory"]
+        latency = found.get(f"BROADCAST {_SMALL}", 0.0) / self._size
+        algorithms = {kind: self._bandwidth(kind, found) for kind in _COLLECTIVES} if self._size > 1 else {}
+        algorithms |= {twin: algorithms[kind] for kind, twin in _TWINS.items() if kind in algorithms}
+        units = _BLOCKS + 1
+        # In forward, and twice that in backward; what a collective takes without bytes is counted by itself.
+        overhead = max(0.0, found["hooks"] - latency * (self._hooked_collectives if self._size > 1 else 0)) / (
+            3 * units
+        )
+        fastest = max(algorithms.values(), default=1e12)
+        return Hardware(
+            fastest, fastest, tuple(rates), ns, memory, latency, overhead, self._overlap(found), algorithms
+        )  # fmt: skip
+
+    @property
+    def _hooked_collectives(self) -> int:
+        """Collectives of a pass over the small model: two broadcasts (one for the last), a reduce, FSDP2's three."""
+        return (2 * _BLOCKS - 1 + _BLOCKS) * 1 + 3 * _BLOCKS + 3
+
+    def _bandwidth(self, kind: Kind, found: dict[str, float]) -> float:
+        """Bytes/s through the busiest link, as `through_link` counts them."""
+        seconds = max(found[f"{kind.name} {_LARGE}"] - found[f"{kind.name} {_SMALL}"], 1e-9)
+        return _link_share(kind, self._size) * 4 * _LARGE / seconds
+
+    def _overlap(self, found: dict[str, float]) -> float:
+        if self._size == 1:
+            return 1.0
+        compute, sent, both = found["compute alone"], found[f"BROADCAST {_LARGE}"], found["both"]
+        return min(1.0, max(0.0, (compute + sent - both) / min(compute, sent)))
+
+    def _sample(self, name: str, run: Callable[[], object]) -> None:
+        dist.barrier()
+        self._synchronize()
+        start = time.perf_counter()
+        run()
+        self._synchronize()
+        seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=self._device)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        self._samples.setdefault(name, []).append(seconds.item())
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _collective(self, kind: Kind, numel: int) -> Callable[[], list[dist.Work | None]]:
+        """Launches ``numel`` elements of one kind; broadcast and reduce in one buffer for each root, as owners do."""
+        group, size = self._group, self._size
+        parts = [torch.zeros(-(-numel // size), device=self._device) for _ in range(size)]
+        whole = torch.zeros(-(-numel // size) * size, device=self._device)
+        if kind is Kind.BROADCAST:
+            return lambda: [dist.broadcast(p, group=group, group_src=r, async_op=True) for r, p in enumerate(parts)]
+        if kind is Kind.REDUCE:
+            return lambda: [dist.reduce(p, group=group, group_dst=r, async_op=True) for r, p in enumerate(parts)]
+        if kind is Kind.ALL_GATHER:
+            return lambda: [dist.all_gather_into_tensor(whole, parts[0], group=group, async_op=True)]
+        if kind is Kind.REDUCE_SCATTER:
+            return lambda: [dist.reduce_scatter_tensor(parts[0], whole, group=group, async_op=True)]
+        return lambda: [dist.all_reduce(whole, group=group, async_op=True)]
+
+    def _hooked_model(self, mesh: dist.DeviceMesh | None) -> nn.Module:
+        """Blocks with next to nothing to compute, dedicated and sharded: what is left is the host's work."""
+        model = nn.Sequential(nn.Linear(8, 8), *(_Block() for _ in range(_BLOCKS)), nn.Linear(8, 1)).to(self._device)
+        mesh = mesh or init_device_mesh(self._device.type, (dist.get_world_size(),))
+        dedicate_params(model, mesh, lambda name, param: param.ndim == 2 and ".matrix." in name)
+        for block in default_boundaries(model, {n: p for n, p in model.named_parameters() if ".matrix." in n}):
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
+
+
+_COLLECTIVES = (Kind.BROADCAST, Kind.REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
+_TWINS = {Kind.BROADCAST: Kind.PUBLISH, Kind.REDUCE: Kind.REPLICATE_REDUCE, Kind.ALL_REDUCE: Kind.FLAGS}
+
+
+def _link_share(kind: Kind, group: int) -> float:
+    """Part of a buffer that passes the busiest link; see `through_link`."""
+    one_way = (group - 1) / group
+    return {Kind.ALL_GATHER: one_way, Kind.REDUCE_SCATTER: one_way, Kind.ALL_REDUCE: 2 * one_way}.get(kind, 1.0)
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.matrix = nn.LayerNorm(8), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.matrix(self.norm(x))
+
+
+def _layer(width: int) -> nn.Module:
+    return nn.TransformerEncoderLayer(
+        width, max(1, width // 32), 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True,
+        bias=False,
+    )  # fmt: skip
+
+
+def _forward_backward(model: nn.Module, batch: torch.Tensor) -> None:
+    model(batch).sum().backward()
+
+
+def _launch_and_wait(launch: Callable[[], list[dist.Work | None]]) -> None:
+    _wait(launch())
+
+
+def _wait(works: list[dist.Work | None]) -> None:
+    for work in works:
+        if work is not None:
+            work.wait()
+
+
+def measure(probe: Probe, rounds: int, device: torch.device) -> Hardware:
+    """Constants of the default process group, after one round to warm up. Collective."""
+    measurement = Measurement(probe, device)
+    measurement.round()
+    measurement.forget()
+    for _ in range(rounds):
+        measurement.round()
+    return measurement.hardware()
