@@ -39,7 +39,7 @@ def read_shapes(
     entries = _entries(path)
     weights = [_weight(name, entry, dtype, master_dtype, path) for name, entry in entries.items()]
     matrices = tuple(
-        MatrixSpec(w.fqn, w.shape, w.unit, itemsize=w.rest_dtype.itemsize, parts=_experts(w.shape))
+        MatrixSpec(w.fqn, w.shape, w.unit, itemsize=w.rest_dtype.itemsize, parts=_experts(w))
         for w in weights
         if w.owned
     )
@@ -58,7 +58,12 @@ def _entries(path: Path) -> dict[str, Mapping[str, Any]]:
             rows = csv.DictReader(file)
             if rows.fieldnames is None or not {"name", "shape"} <= set(rows.fieldnames):
                 raise ValueError(f"{path}: the first line must name the columns, at least name,shape")
-            return {row["name"]: {k: v for k, v in row.items() if v} for row in rows}
+            entries: dict[str, Mapping[str, Any]] = {}
+            for row in rows:
+                if row["name"] in entries:
+                    raise ValueError(f"{path}: '{row['name']}' occurs twice")
+                entries[row["name"]] = {key: value for key, value in row.items() if value}
+            return entries
     found = json.loads(path.read_text())
     if not isinstance(found, dict) or not found:
         raise ValueError(f"{path} must hold {{name: shape}}, or be a config of Hugging Face with 'model_type'")
@@ -74,11 +79,11 @@ def _weight(
     shape = _shape(entry.get("shape"), f"{path}: '{name}'")
     layer = entry.get("layer")
     unit = _layer_of(name) if layer is None else str(layer)
-    kept = getattr(torch, str(entry.get("dtype", "")).removeprefix("torch."), None) if "dtype" in entry else dtype
-    if kept is None:
-        kept = torch.float32
-    if not isinstance(kept, torch.dtype) or ("dtype" in entry and kept is torch.float32 and "32" not in entry["dtype"]):
-        raise ValueError(f"{path}: '{name}' has the unknown dtype {entry.get('dtype')!r}")
+    kept: Any = dtype or torch.float32
+    if "dtype" in entry:
+        kept = getattr(torch, str(entry["dtype"]).removeprefix("torch."), None)
+    if not (isinstance(kept, torch.dtype) and kept.is_floating_point):
+        raise ValueError(f"{path}: '{name}' has the unknown dtype {entry['dtype']!r}")
     kind = entry.get("kind") or _kind_of(name, shape, unit)
     if kind not in _KINDS:
         raise ValueError(f"{path}: '{name}' has the unknown kind {kind!r}; the kinds are {', '.join(_KINDS)}")
@@ -115,5 +120,8 @@ def _kind_of(name: str, shape: tuple[int, ...], unit: str) -> str:
     return "embedding" if any(word in lowered for word in ("embed", "wte", "wpe")) else "adamw"
 
 
-def _experts(shape: tuple[int, ...]) -> tuple[tuple[int, int], ...] | None:
-    return ((shape[1], shape[2]),) * shape[0] if len(shape) == 3 else None
+def _experts(weight: Weight) -> tuple[tuple[int, int], ...] | None:
+    """Three dimensions are stacked experts, as in a model, but for convolutions."""
+    if len(weight.shape) != 3 or "conv" in weight.fqn.lower():
+        return None
+    return (weight.shape[1:],) * weight.shape[0]

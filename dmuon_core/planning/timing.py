@@ -8,6 +8,7 @@ its part. Rows and columns have one lane each, on which transfers follow one ano
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from dmuon_core.assignment import MatrixSpec
@@ -135,7 +136,7 @@ class _Schedule:
         flops = sum(2 * weight.numel * weight.used for weight in weights) * work.tokens
         if unit != ROOT:
             flops += shapes.attention / len(self._blocks) * work.tokens * work.sequence
-        width = max((min(weight.shape) for weight in weights if weight.used), default=1)
+        width = max((_shorter_side(weight.shape) for weight in weights if weight.used), default=1)
         return flops / rate_at(self._hardware.flops, width) + self._hardware.overhead
 
     def _seconds(self, transfer: Transfer) -> float:
@@ -180,13 +181,15 @@ class _Schedule:
     def _way_back(self, back: int, replicate: dict[str, float]) -> float:
         """When the backward ends."""
         clock = back * self._forward.get(ROOT, 0.0)
-        lane = started = row_end = column_end = 0.0
+        order = list(reversed(self._blocks))
+        gathers = [self._gathers.get((Phase.BACKWARD, unit), 0.0) for unit in order]
+        lane = ready = gathers[0] if gathers else 0.0  # `ready`: when the weights of the next unit are there
+        row_end = column_end = 0.0
         behind: str | None = None  # the unit whose gradients go along the row
-        for unit in reversed(self._blocks):
-            gather = self._gathers.get((Phase.BACKWARD, unit), 0.0)
-            lane = max(lane, started) + gather
-            started = max(clock, lane)
+        for unit, gather, following in zip(order, gathers, [*gathers[1:], 0.0], strict=True):
+            started = max(clock, ready)
             clock = started + back * self._forward[unit]
+            ready = lane = max(lane, started) + following
             # What is in flight goes one step on before this unit's gradients are sent.
             clock = max(clock, column_end if self._placed.layout.replicate > 1 else row_end)
             if behind is not None:
@@ -231,3 +234,9 @@ class _Schedule:
                     lane = max(lane, updated) + sends[Phase.STEP, unit]
                     published[unit] = max(published.get(unit, 0.0), lane - optimizer)
         return published
+
+
+def _shorter_side(shape: tuple[int, ...]) -> int:
+    """Of the matrix [d0, rest], or of one of stacked experts [E, m, n]."""
+    first, *rest = shape[1:] if len(shape) == 3 else shape
+    return min(first, math.prod(rest))
