@@ -20,12 +20,15 @@ from torch.distributed.fsdp import fully_shard
 
 from dmuon_core.api import dedicate_params
 from dmuon_core.boundary import default_boundaries
-from dmuon_core.optim.newton_schulz import flops, orthogonalize
+from dmuon_core.optim.muon import Muon
+from dmuon_core.optim.newton_schulz import flops
 from dmuon_core.planning.hardware import Hardware
+from dmuon_core.planning.timing import MUON_PASSES
 from dmuon_core.planning.traffic import Kind
 
 _SMALL, _LARGE = 16, 1 << 20  # elements of float32
 _BLOCKS = 6
+_STREAMS = 4
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,8 @@ class Probe:
     """What is measured.
 
     Attributes:
-        widths: of the transformer layers whose forward and backward is timed, and shorter sides of orthogonalized
-            matrices; the longer side is twice that.
+        widths: of the transformer layers whose forward and backward is timed, and shorter sides of the matrices whose
+            update is timed.
         tokens, sequence: of one rank's batch.
         ns_dtype: in which Newton-Schulz runs.
         group: ranks of one collective; all groups communicate at once. None for all ranks.
@@ -59,7 +62,7 @@ class Measurement:
         self._group = mesh.get_group(1)
         self._samples: dict[str, list[float]] = {}
         self._layers = {width: _layer(width).to(device) for width in probe.widths}
-        self._matrices = {width: torch.randn(width, 2 * width, device=device) for width in probe.widths}
+        self._updates = {width: self._update(width) for width in probe.widths}
         self._hooked = self._hooked_model(mesh[mesh.mesh_dim_names[1]] if mesh.mesh_dim_names else None)
         self._flat = torch.zeros(8 * _LARGE, device=device), torch.ones(8 * _LARGE, device=device)
 
@@ -69,9 +72,9 @@ class Measurement:
         for width, layer in self._layers.items():
             batch = torch.randn(probe.tokens // probe.sequence, probe.sequence, width, device=self._device)
             self._sample(f"layer {width}", partial(_forward_backward, layer, batch))
-        for width, matrix in self._matrices.items():
-            self._sample(f"ns {width}", partial(orthogonalize, matrix, dtype=probe.ns_dtype))
-        self._sample("memory", lambda: self._flat[0].add_(self._flat[1]))
+        for width, optimizer in self._updates.items():
+            self._sample(f"ns {width}", optimizer.step)
+        self._sample("memory", self._stream)
         self._sample("hooks", partial(_forward_backward, self._hooked, torch.ones(1, 8, device=self._device)))
         if self._size == 1:
             return
@@ -104,8 +107,8 @@ class Measurement:
             numel = sum(p.numel() for p in layer.parameters() if p.ndim == 2)
             work = 6 * numel * probe.tokens + 3 * 4 * width * probe.tokens * probe.sequence
             rates.append((float(width), work / found[f"layer {width}"]))
-        ns = tuple((float(width), flops(width, 2 * width) / found[f"ns {width}"]) for width in probe.widths)
-        memory = 3 * self._flat[0].nbytes / found["memory"]
+        memory = _STREAMS * 3 * self._flat[0].nbytes / found["memory"]
+        ns = tuple((float(width), self._ns_rate(width, found[f"ns {width}"], memory)) for width in probe.widths)
         latency = found.get(f"BROADCAST {_SMALL}", 0.0) / self._size
         algorithms = {kind: self._bandwidth(kind, found) for kind in _COLLECTIVES} if self._size > 1 else {}
         algorithms |= {twin: algorithms[kind] for kind, twin in _TWINS.items() if kind in algorithms}
@@ -128,6 +131,25 @@ class Measurement:
         """Bytes/s through the busiest link, as `through_link` counts them."""
         seconds = max(found[f"{kind.name} {_LARGE}"] - found[f"{kind.name} {_SMALL}"], 1e-9)
         return _link_share(kind, self._size) * 4 * _LARGE / seconds
+
+    def _update(self, width: int) -> Muon:
+        """An optimizer of square and of long matrices, more of them where they are small."""
+        count = max(1, 512 // width)
+        shapes = [(width, width), (width, width), (4 * width, width)] * count
+        matrices = [nn.Parameter(torch.randn(shape, device=self._device)) for shape in shapes]
+        for matrix in matrices:
+            matrix.grad = torch.randn_like(matrix)
+        return Muon(matrices, lr=1e-3, ns_dtype=self._probe.ns_dtype)
+
+    def _ns_rate(self, width: int, seconds: float, memory: float) -> float:
+        """FLOP/s of the products, when what goes through memory besides them is taken off."""
+        shapes = [matrix.shape for matrix in self._updates[width].param_groups[0]["params"]]
+        elementwise = sum(MUON_PASSES * 4 * shape.numel() for shape in shapes) / memory
+        return sum(flops(*shape) for shape in shapes) / max(seconds - elementwise, seconds / 2)
+
+    def _stream(self) -> None:
+        for _ in range(_STREAMS):
+            self._flat[0].add_(self._flat[1])
 
     def _overlap(self, found: dict[str, float]) -> float:
         if self._size == 1:
