@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 
+from dmuon_core.assignment import MatrixSpec
 from dmuon_core.planning.layout import Bucket, Placed
 from dmuon_core.planning.shapes import ROOT, Weight
 
@@ -39,6 +40,8 @@ class Memory:
         local_gradients: gradients as autograd leaves them, of one unit and of the root, which FSDP2 reduces last. An
             upper bound: those of an embedding come when the units' have left.
         publish: packed copies of the column's weights after a step, until the next forward reads them.
+        update: what the optimizer's step needs for the rank's largest matrix.
+        next_forward: unsharded and gathered weights of the first units, while published copies are still there.
         gathered: what FSDP2 has gathered, likewise. (It holds a second copy of a unit while it copies it out.)
     """
 
@@ -54,6 +57,8 @@ class Memory:
     local_gradients: int
     publish: int
     gathered: int
+    update: int
+    next_forward: int
 
     @property
     def at_rest(self) -> int:
@@ -66,8 +71,9 @@ class Memory:
 
     @property
     def buffers(self) -> int:
-        """The most in a pass, or after a step, whichever is larger."""
-        return max(self.unsharded + self.packed_gradients + self.local_gradients + self.gathered, self.publish)
+        """The most in a pass, or in a step and after it, whichever is larger."""
+        in_pass = self.unsharded + self.packed_gradients + self.local_gradients + self.gathered
+        return max(in_pass, self.publish + max(self.update, self.next_forward))
 
     @property
     def total(self) -> int:
@@ -80,8 +86,8 @@ class Memory:
         return {**parts, "at_rest": self.at_rest, "buffers": self.buffers, "total": self.total}
 
 
-def memory(placed: Placed, rank: int, *, normuon: bool = False) -> Memory:
-    """What rank ``rank`` of the mesh holds, in bytes. Pure."""
+def memory(placed: Placed, rank: int, *, normuon: bool = False, ns_itemsize: int = 2) -> Memory:
+    """What rank ``rank`` of the mesh holds, in bytes; ``ns_itemsize`` of Newton-Schulz (2: bfloat16). Pure."""
     row, column = divmod(rank, placed.layout.shard)
     owned = [weight for weights in placed.owned.values() for weight in weights]
     sharded = [weight for weights in placed.sharded.values() for weight in weights]
@@ -89,6 +95,7 @@ def memory(placed: Placed, rank: int, *, normuon: bool = False) -> Memory:
     mine = [weight for weight in owned if placed.home(weight.fqn) == (row, column)]
     gradients = [b for unit in placed.owned for b in placed.reduces[unit] if (b.row, b.column) == (row, column)]
     publish = [b for unit in placed.owned for b in placed.publications[unit] if b.column == column]
+    zero3 = placed.layout.zero3
     return Memory(
         owned_weights=sum(_at_rest(w) for w in owned if placed.home(w.fqn)[1] == column),
         momentum=sum(_at_rest(w) for w in mine if w.trainable),
@@ -97,12 +104,26 @@ def memory(placed: Placed, rank: int, *, normuon: bool = False) -> Memory:
         adam=sum(2 * placed.local(w, column) * w.dtype.itemsize + 4 for w in trained),
         owned_gradients=_gradients_at_rest(placed, mine, gradients),
         sharded_gradients=sum(placed.padded(w) * w.dtype.itemsize for w in trained),
-        unsharded=_unsharded(placed),
+        unsharded=_unsharded(placed, zero3),
         packed_gradients=_packed_gradients(placed),
         local_gradients=_local_gradients(placed),
         publish=sum(b.nbytes for b in publish) if placed.layout.replicate > 1 else 0,
-        gathered=_gathered(placed),
+        gathered=_gathered(placed, zero3),
+        update=max((update_bytes(placed.specs[w.fqn], ns_itemsize) for w in mine if w.trainable), default=0),
+        next_forward=_unsharded(placed, True) + _gathered(placed, True),
     )
+
+
+def update_bytes(spec: MatrixSpec, ns_itemsize: int) -> int:
+    """Bytes that the update of one parameter allocates, at most, with the default options. Pure.
+
+    The momentum with Nesterov's look-ahead in the rest dtype; then, for one matrix after the other, three copies of it
+    and two of its square in the dtype of Newton-Schulz; stacked experts are collected and stacked.
+    """
+    rows, columns = max(spec.parts or (), key=lambda part: part[0] * part[1])
+    shorter = min(rows, columns)
+    stack = 2 * spec.numel if len(spec.shape) == 3 and len(spec.parts or ()) > 1 else 0
+    return spec.nbytes + ns_itemsize * (3 * rows * columns + 2 * shorter * shorter + stack)
 
 
 def _at_rest(weight: Weight) -> int:
@@ -121,10 +142,10 @@ def _gradients_at_rest(placed: Placed, mine: Sequence[Weight], buckets: Sequence
     return sum(map(_at_rest, trained))
 
 
-def _unsharded(placed: Placed) -> int:
+def _unsharded(placed: Placed, zero3: bool) -> int:
     sizes = {unit: sum(bucket.nbytes for bucket in placed.broadcasts[unit]) for unit in placed.owned}
     root = sizes.pop(ROOT, 0)  # there as long as any other
-    return root + (_largest_pair(list(sizes.values())) if placed.layout.zero3 else sum(sizes.values()))
+    return root + (_largest_pair(list(sizes.values())) if zero3 else sum(sizes.values()))
 
 
 def _packed_gradients(placed: Placed) -> int:
@@ -141,13 +162,13 @@ def _local_gradients(placed: Placed) -> int:
     return size(ROOT) + max((size(unit) for unit in placed.shapes.units if unit != ROOT), default=0)
 
 
-def _gathered(placed: Placed) -> int:
+def _gathered(placed: Placed, zero3: bool) -> int:
     sizes = {
         unit: sum(placed.padded(w) * placed.layout.shard * placed.compute_dtype(w).itemsize for w in weights)
         for unit, weights in placed.sharded.items()
     }
     root = sizes.pop(ROOT, 0)
-    return root + (_largest_pair(list(sizes.values())) if placed.layout.zero3 else sum(sizes.values()))
+    return root + (_largest_pair(list(sizes.values())) if zero3 else sum(sizes.values()))
 
 
 def _largest_pair(sizes: Sequence[int]) -> int:

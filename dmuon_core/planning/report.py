@@ -74,6 +74,7 @@ def memory_lines(both: Sequence[Memory], normuon: bool) -> list[str]:
         "gradients of autograd": "local_gradients",
         "gathered by FSDP2": "gathered",
         "publish": "publish",
+        "update of a matrix": "update",
         "= buffers at most": "buffers",
         "= all at most": "total",
     }

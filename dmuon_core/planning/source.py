@@ -117,12 +117,14 @@ def _from_config(config: dict[str, Any], source: str) -> tuple[nn.Module, float]
         raise ValueError(f"{source}: transformers {transformers.__version__} cannot build it: {error}") from error
     if isinstance(settings.dtype, torch.dtype):
         model.to(settings.dtype)
-    layers, heads = config.get("num_hidden_layers"), config.get("num_attention_heads")
-    hidden = config.get("hidden_size")
+    text = settings.get_text_config()  # itself, or the part of a model with images that reads text
+    layers, heads, hidden = (
+        getattr(text, key, None) for key in ("num_hidden_layers", "num_attention_heads", "hidden_size")
+    )
     if not (layers and heads and hidden):
         return model, 0.0
     # Scores and their product with the values, of the half that a causal mask leaves: 2 x 2 x width / 2.
-    return model, 2.0 * layers * heads * (config.get("head_dim") or hidden // heads)
+    return model, 2.0 * layers * heads * (getattr(text, "head_dim", None) or hidden // heads)
 
 
 def _json(path: Path) -> Any:

@@ -171,7 +171,7 @@ class _Schedule:
     def _way_out(self, published: dict[str, float]) -> float:
         """When the forward ends. ``published``: when each unit's new weights are there, on the same clock."""
         clock = started = 0.0  # `started`: when the unit before did, and the sending of this one's weights
-        lane = self._row.get((Phase.FORWARD, ROOT), 0.0)
+        lane = max(0.0, published.get(ROOT, 0.0)) + self._row.get((Phase.FORWARD, ROOT), 0.0)
         for unit in self._blocks:
             lane = max(lane, started, published.get(unit, 0.0)) + self._row.get((Phase.FORWARD, unit), 0.0)
             started = max(clock, lane)
@@ -186,7 +186,7 @@ class _Schedule:
         lane = ready = gathers[0] if gathers else 0.0  # `ready`: when the weights of the next unit are there
         row_end = column_end = 0.0
         behind: str | None = None  # the unit whose gradients go along the row
-        for unit, gather, following in zip(order, gathers, [*gathers[1:], 0.0], strict=True):
+        for unit, gather, following in zip(order, gathers, [*gathers[1:], 0.0], strict=False):
             started = max(clock, ready)
             clock = started + back * self._forward[unit]
             ready = lane = max(lane, started) + following

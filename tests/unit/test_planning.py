@@ -11,15 +11,18 @@ import pytest
 import torch
 from torch import nn
 
+from dmuon_core import Muon
+from dmuon_core.assignment import MatrixSpec
 from dmuon_core.planning.cli import main
 from dmuon_core.planning.hardware import Hardware, parse_hardware, parse_quantity, rate_at
 from dmuon_core.planning.layout import Layout, place
-from dmuon_core.planning.memory import memory
+from dmuon_core.planning.memory import memory, update_bytes
 from dmuon_core.planning.recommend import Limits, evaluate, layouts, recommend
 from dmuon_core.planning.shapes import ROOT, shapes_of
 from dmuon_core.planning.source import load_shapes
 from dmuon_core.planning.timing import ADAM_PASSES, MUON_PASSES, Work, step_times
 from dmuon_core.planning.traffic import Kind, total, transfers
+from tests.distributed.counting import extra_bytes
 
 WIDTH, BLOCKS, VOCAB = 64, 4, 100
 
@@ -269,6 +272,17 @@ def test_memory_of_one_rank_by_formula() -> None:
     assert memory(place(shapes_of(Net()), Layout(1, 1, False)), 0).unsharded == BLOCKS * (2 * MATRIX + 4) * 4
 
 
+@pytest.mark.parametrize("shape", [(64, 64), (64, 256), (256, 64)])
+def test_memory_of_an_update_is_what_the_optimizer_allocates(shape: tuple[int, int]) -> None:
+    matrix = nn.Parameter(torch.randn(shape))
+    matrix.grad = torch.randn(shape)
+    optimizer = Muon([matrix], lr=0.1, ns_dtype=torch.float32)
+    optimizer.step()
+    allocated = extra_bytes(optimizer.step)
+    planned = update_bytes(MatrixSpec("w", shape, ""), 4)
+    assert planned <= allocated <= planned + 1024  # norms, scalars
+
+
 def test_time_of_one_rank_is_compute_and_update() -> None:
     memory_rate = 1e9
     times = step_times(place(shapes_of(Net()), Layout(1)), replace(FAST, memory=memory_rate), Work(tokens=10))
@@ -330,6 +344,24 @@ def test_replicas_in_one_node_use_its_links() -> None:
     inside = step_times(placed, slow_between, Work(tokens=10, per_node=4))
     across = step_times(placed, slow_between, Work(tokens=10, per_node=2))
     assert across.publish == pytest.approx(1000 * inside.publish)
+
+
+class NoBlocks(nn.Module):
+    """All matrices are the model's own: one unit, the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+
+
+@pytest.mark.parametrize("replicate", [1, 2])
+def test_a_model_without_blocks_is_one_unit(replicate: int) -> None:
+    placed = place(shapes_of(NoBlocks()), Layout(2, replicate))
+    assert list(placed.owned) == [ROOT]
+    times = step_times(placed, FAST, Work(tokens=100, per_node=2))
+    assert times.compute == pytest.approx(3 * 2 * 100 * 3 * MATRIX / 1e9)
+    assert times.exposed == pytest.approx(times.communication)  # nothing to hide behind
+    assert (times.publish > 0) is (replicate > 1)
 
 
 def test_z2_sends_less_and_keeps_more() -> None:
