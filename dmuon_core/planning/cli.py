@@ -71,6 +71,7 @@ def _add_plan(commands: Any) -> None:
         "--expert-share", type=float, help="share of tokens that one routed expert sees, such as 0.0625"
     )
     output = plan.add_argument_group("output")
+    output.add_argument("--owners", action="store_true", help="list the owner of every matrix")
     output.add_argument("--json", action="store_true", help="print JSON: bytes and seconds")
     output.add_argument("--plot", type=Path, metavar="FILE", help="draw it too: .png, .svg or .pdf; needs matplotlib")
 
@@ -112,7 +113,7 @@ def _plan(parsed: argparse.Namespace) -> None:
     if parsed.json:
         sys.stdout.write(json.dumps(as_json(option, other, found), indent=2) + "\n")
     else:
-        sys.stdout.write(report(option, other, parsed.normuon, found))
+        sys.stdout.write(report(option, other, found, normuon=parsed.normuon, all_owners=parsed.owners))
 
 
 def _choose(
@@ -199,12 +200,15 @@ def as_json(option: Option, other: Option, found: Recommendation | None) -> dict
 
 def _measure(parsed: argparse.Namespace) -> None:
     if not dist.is_torchelastic_launched():
-        dist.init_process_group(backend="gloo", store=dist.HashStore(), rank=0, world_size=1)
-    else:
-        dist.init_process_group()
+        raise ValueError(
+            "start it with torchrun, as the training: torchrun --nproc_per_node 2 -m dmuon_core measure ..."
+        )
+    dist.init_process_group()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     probe = Probe(tuple(parsed.widths), parsed.tokens, parsed.sequence, _DTYPES[parsed.ns_dtype], parsed.group)
-    hardware = measure(probe, parsed.rounds, device)
-    if dist.get_rank() == 0:
-        parsed.json.write_text(hardware.to_json())
-    dist.destroy_process_group()
+    try:
+        hardware = measure(probe, parsed.rounds, device)
+        if dist.get_rank() == 0:
+            parsed.json.write_text(hardware.to_json())
+    finally:
+        dist.destroy_process_group()

@@ -28,6 +28,8 @@ from dmuon_core.planning.traffic import Kind
 
 _SMALL, _LARGE = 16, 1 << 20  # elements of float32
 _BLOCKS = 6
+_HOOKED_COLLECTIVES = (2 * _BLOCKS - 1) + _BLOCKS + 3 * _BLOCKS + 3
+"""Of a pass over the small model: broadcasts, reduces, FSDP2's of the blocks; the root's two, which have a gradient."""
 _STREAMS = 4
 
 
@@ -56,8 +58,11 @@ class Measurement:
     def __init__(self, probe: Probe, device: torch.device) -> None:
         self._probe, self._device = probe, device
         self._size = probe.group or dist.get_world_size()
-        if dist.get_world_size() % self._size:
-            raise ValueError(f"{dist.get_world_size()} ranks do not divide into groups of {self._size}")
+        if self._size < 2 or dist.get_world_size() % self._size:
+            raise ValueError(
+                f"{dist.get_world_size()} ranks do not divide into groups of {self._size} that communicate: start at "
+                "least two, by torchrun --nproc_per_node 2 -m dmuon_core measure"
+            )
         mesh = init_device_mesh(device.type, (dist.get_world_size() // self._size, self._size))
         self._group = mesh.get_group(1)
         self._samples: dict[str, list[float]] = {}
@@ -76,8 +81,6 @@ class Measurement:
             self._sample(f"ns {width}", optimizer.step)
         self._sample("memory", self._stream)
         self._sample("hooks", partial(_forward_backward, self._hooked, torch.ones(1, 8, device=self._device)))
-        if self._size == 1:
-            return
         for kind in _COLLECTIVES:
             for numel in (_SMALL, _LARGE):
                 self._sample(f"{kind.name} {numel}", partial(_launch_and_wait, self._collective(kind, numel)))
@@ -109,23 +112,16 @@ class Measurement:
             rates.append((float(width), work / found[f"layer {width}"]))
         memory = _STREAMS * 3 * self._flat[0].nbytes / found["memory"]
         ns = tuple((float(width), self._ns_rate(width, found[f"ns {width}"], memory)) for width in probe.widths)
-        latency = found.get(f"BROADCAST {_SMALL}", 0.0) / self._size
-        algorithms = {kind: self._bandwidth(kind, found) for kind in _COLLECTIVES} if self._size > 1 else {}
-        algorithms |= {twin: algorithms[kind] for kind, twin in _TWINS.items() if kind in algorithms}
+        latency = found[f"BROADCAST {_SMALL}"] / self._size
+        algorithms = {kind: self._bandwidth(kind, found) for kind in _COLLECTIVES}
+        algorithms |= {twin: algorithms[kind] for kind, twin in _TWINS.items()}
         units = _BLOCKS + 1
         # In forward, and twice that in backward; what a collective takes without bytes is counted by itself.
-        overhead = max(0.0, found["hooks"] - latency * (self._hooked_collectives if self._size > 1 else 0)) / (
-            3 * units
-        )
-        fastest = max(algorithms.values(), default=1e12)
+        overhead = max(0.0, found["hooks"] - latency * _HOOKED_COLLECTIVES) / (3 * units)
+        fastest = max(algorithms.values())
         return Hardware(
             fastest, fastest, tuple(rates), ns, memory, latency, overhead, self._overlap(found), algorithms
         )  # fmt: skip
-
-    @property
-    def _hooked_collectives(self) -> int:
-        """Collectives of a pass over the small model: two broadcasts (one for the last), a reduce, FSDP2's three."""
-        return (2 * _BLOCKS - 1 + _BLOCKS) * 1 + 3 * _BLOCKS + 3
 
     def _bandwidth(self, kind: Kind, found: dict[str, float]) -> float:
         """Bytes/s through the busiest link, as `through_link` counts them."""
@@ -152,8 +148,6 @@ class Measurement:
             self._flat[0].add_(self._flat[1])
 
     def _overlap(self, found: dict[str, float]) -> float:
-        if self._size == 1:
-            return 1.0
         compute, sent, both = found["compute alone"], found[f"BROADCAST {_LARGE}"], found["both"]
         return min(1.0, max(0.0, (compute + sent - both) / min(compute, sent)))
 
@@ -181,9 +175,9 @@ class Measurement:
         if kind is Kind.REDUCE:
             return lambda: [dist.reduce(p, group=group, group_dst=r, async_op=True) for r, p in enumerate(parts)]
         if kind is Kind.ALL_GATHER:
-            return lambda: [dist.all_gather_into_tensor(whole, parts[0], group=group, async_op=True)]
+            return lambda: [_all_gather(whole, parts[0], group=group, async_op=True)]
         if kind is Kind.REDUCE_SCATTER:
-            return lambda: [dist.reduce_scatter_tensor(parts[0], whole, group=group, async_op=True)]
+            return lambda: [_reduce_scatter(parts[0], whole, group=group, async_op=True)]
         return lambda: [dist.all_reduce(whole, group=group, async_op=True)]
 
     def _hooked_model(self, mesh: dist.DeviceMesh | None) -> nn.Module:
@@ -196,6 +190,10 @@ class Measurement:
         fully_shard(model, mesh=mesh)
         return model
 
+
+# Renamed in torch 2.13.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _COLLECTIVES = (Kind.BROADCAST, Kind.REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
 _TWINS = {Kind.BROADCAST: Kind.PUBLISH, Kind.REDUCE: Kind.REPLICATE_REDUCE, Kind.ALL_REDUCE: Kind.FLAGS}

@@ -34,7 +34,14 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  " + "  ".join(row).rstrip() for row in cells]
 
 
-def report(option: Option, other_mode: Option, normuon: bool, recommendation: Recommendation | None) -> str:
+def report(
+    option: Option,
+    other_mode: Option,
+    recommendation: Recommendation | None,
+    *,
+    normuon: bool = False,
+    all_owners: bool = False,
+) -> str:
     """Everything about ``option``, beside the same mesh in the ``other_mode`` (Z3 beside Z2)."""
     pair = sorted((option, other_mode), key=lambda o: not o.layout.zero3)
     shapes = option.placed.shapes
@@ -44,7 +51,7 @@ def report(option: Option, other_mode: Option, normuon: bool, recommendation: Re
             f"{len(shapes.matrices)} owned matrices, {len(option.placed.owned)} hook modules",
             f"Layout: {option.layout}",
         ],
-        ["OWNERS", str(option.placed.assignment)],
+        ["OWNERS (a slot is a rank)", str(option.placed.assignment), *owner_lines(option.placed, all_owners)],
         ["MEMORY of the fullest rank, without activations", *memory_lines([o.memory for o in pair], normuon)],
         ["TRAFFIC of one rank in a step", *traffic_lines([o.placed for o in pair])],
     ]
@@ -56,6 +63,15 @@ def report(option: Option, other_mode: Option, normuon: bool, recommendation: Re
     if recommendation is not None:
         parts.append(["RECOMMENDED", *recommendation_lines(recommendation)])
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
+
+
+def owner_lines(placed: Placed, every: bool) -> list[str]:
+    """Who owns what, of the first hook module or of ``every`` one."""
+    units = list(placed.owned) if every else list(placed.owned)[:1]
+    shown = [weight for unit in units for weight in placed.owned[unit]]
+    rows = [[w.fqn, " x ".join(map(str, w.shape)), str(placed.assignment.owners[w.fqn])] for w in shown]
+    more = len(placed.shapes.matrices) - len(shown)
+    return [*table(["matrix", "shape", "rank"], rows), *([f"  ... {more} more with --owners"] if more else [])]
 
 
 def memory_lines(both: Sequence[Memory], normuon: bool) -> list[str]:

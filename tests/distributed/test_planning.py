@@ -15,11 +15,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dmuon_core.assignment import MatrixSpec
+from dmuon_core.planning.hardware import parse_hardware
 from dmuon_core.planning.layout import Layout, place
-from dmuon_core.planning.memory import Memory, memory
+from dmuon_core.planning.memory import Memory, memory, update_bytes
 from dmuon_core.planning.shapes import shapes_of
+from dmuon_core.planning.timing import Work, step_times
 from dmuon_core.planning.traffic import Axis, Kind, transfers
 from dmuon_core.streams import CpuStreams, replace_streams
+from tests.distributed.counting import extra_bytes
 from tests.distributed.harness import run_distributed
 from tests.distributed.models import DIM, GPT, SEQ, VOCAB
 
@@ -215,3 +219,37 @@ def check_memory(result: dict[str, Any], planned: Memory, half: bool) -> None:
     embedding = VOCAB * DIM * (2 if half else 4)
     most |= {"unsharded": planned.unsharded, "local": planned.local_gradients - embedding}
     assert result["most"] == most
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (64, 256), (256, 64)])
+def test_memory_of_an_update_is_what_the_optimizer_allocates(shape: tuple[int, int]) -> None:
+    from dmuon_core import Muon
+
+    matrix = nn.Parameter(torch.randn(shape))
+    matrix.grad = torch.randn(shape)
+    optimizer = Muon([matrix], lr=0.1, ns_dtype=torch.float32)
+    optimizer.step()
+    allocated = extra_bytes(optimizer.step)
+    planned = update_bytes(MatrixSpec("w", shape, ""), 4)
+    assert planned <= allocated <= planned + 1024  # norms, scalars
+
+
+def measured() -> str:
+    from dmuon_core.planning.measure import Probe, measure
+
+    probe = Probe(widths=(16,), tokens=16, sequence=8, ns_dtype=torch.float32)
+    return measure(probe, 1, torch.device("cpu")).to_json()
+
+
+def test_the_measured_constants_make_a_hardware_file(tmp_path: Any) -> None:
+    """Positive and complete; how large they are is the machine's business."""
+    text = run_distributed(measured, 2)[0]
+    (tmp_path / "machine.json").write_text(text)
+    hardware = parse_hardware(str(tmp_path / "machine.json"))
+    assert set(hardware.algorithms) == set(Kind)
+    assert all(rate > 0 for rate in hardware.algorithms.values())
+    assert hardware.flops[0][0] == hardware.ns_flops[0][0] == 16.0
+    assert min(hardware.flops[0][1], hardware.ns_flops[0][1], hardware.memory, hardware.latency) > 0
+    assert 0 <= hardware.overlap <= 1
+    model, _ = build(False)
+    assert step_times(place(shapes_of(model), Layout(2)), hardware, Work(16)).step > 0
