@@ -15,7 +15,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from dmuon_core.api import dedicate_params
@@ -63,12 +63,13 @@ class Measurement:
                 f"{dist.get_world_size()} ranks do not divide into groups of {self._size} that communicate: start at "
                 "least two, by torchrun --nproc_per_node 2 -m dmuon_core measure"
             )
-        mesh = init_device_mesh(device.type, (dist.get_world_size() // self._size, self._size))
-        self._group = mesh.get_group(1)
+        sizes = (dist.get_world_size() // self._size, self._size)
+        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard"))["shard"]
+        self._group = mesh.get_group()
         self._samples: dict[str, list[float]] = {}
         self._layers = {width: _layer(width).to(device) for width in probe.widths}
         self._updates = {width: self._update(width) for width in probe.widths}
-        self._hooked = self._hooked_model(mesh[mesh.mesh_dim_names[1]] if mesh.mesh_dim_names else None)
+        self._hooked = _hooked_model(mesh, device)
         self._flat = torch.zeros(8 * _LARGE, device=device), torch.ones(8 * _LARGE, device=device)
 
     def round(self) -> None:
@@ -84,9 +85,9 @@ class Measurement:
         for kind in _COLLECTIVES:
             for numel in (_SMALL, _LARGE):
                 self._sample(f"{kind.name} {numel}", partial(_launch_and_wait, self._collective(kind, numel)))
-        layer, batch = self._layers[max(probe.widths)], torch.randn(8, probe.sequence, max(probe.widths))
+        layer, batch = self._layers[max(probe.widths)], torch.randn(1, probe.sequence, max(probe.widths))
         batch = batch.to(self._device)
-        launch = self._collective(Kind.BROADCAST, _LARGE)
+        launch = self._collective(Kind.BROADCAST, 8 * _LARGE)  # about as long as the compute
 
         def both() -> None:
             works = launch()
@@ -95,6 +96,7 @@ class Measurement:
 
         with torch.no_grad():
             self._sample("compute alone", lambda: layer(batch))
+            self._sample("broadcast alone", partial(_launch_and_wait, launch))
             self._sample("both", both)
 
     def forget(self) -> None:
@@ -115,9 +117,9 @@ class Measurement:
         latency = found[f"BROADCAST {_SMALL}"] / self._size
         algorithms = {kind: self._bandwidth(kind, found) for kind in _COLLECTIVES}
         algorithms |= {twin: algorithms[kind] for kind, twin in _TWINS.items()}
-        units = _BLOCKS + 1
-        # In forward, and twice that in backward; what a collective takes without bytes is counted by itself.
-        overhead = max(0.0, found["hooks"] - latency * _HOOKED_COLLECTIVES) / (3 * units)
+        # What a collective takes without bytes is counted by itself.
+        hooks = max(0.0, found["hooks"] - latency * _HOOKED_COLLECTIVES)
+        overhead = hooks / (3 * (_BLOCKS + 1))  # of a forward; a backward counts for two
         fastest = max(algorithms.values())
         return Hardware(
             fastest, fastest, tuple(rates), ns, memory, latency, overhead, self._overlap(found), algorithms
@@ -148,7 +150,7 @@ class Measurement:
             self._flat[0].add_(self._flat[1])
 
     def _overlap(self, found: dict[str, float]) -> float:
-        compute, sent, both = found["compute alone"], found[f"BROADCAST {_LARGE}"], found["both"]
+        compute, sent, both = (found[name] for name in ("compute alone", "broadcast alone", "both"))
         return min(1.0, max(0.0, (compute + sent - both) / min(compute, sent)))
 
     def _sample(self, name: str, run: Callable[[], object]) -> None:
@@ -180,16 +182,6 @@ class Measurement:
             return lambda: [_reduce_scatter(parts[0], whole, group=group, async_op=True)]
         return lambda: [dist.all_reduce(whole, group=group, async_op=True)]
 
-    def _hooked_model(self, mesh: dist.DeviceMesh | None) -> nn.Module:
-        """Blocks with next to nothing to compute, dedicated and sharded: what is left is the host's work."""
-        model = nn.Sequential(nn.Linear(8, 8), *(_Block() for _ in range(_BLOCKS)), nn.Linear(8, 1)).to(self._device)
-        mesh = mesh or init_device_mesh(self._device.type, (dist.get_world_size(),))
-        dedicate_params(model, mesh, lambda name, param: param.ndim == 2 and ".matrix." in name)
-        for block in default_boundaries(model, {n: p for n, p in model.named_parameters() if ".matrix." in n}):
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        return model
-
 
 # Renamed in torch 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -203,6 +195,16 @@ def _link_share(kind: Kind, group: int) -> float:
     """Part of a buffer that passes the busiest link; see `through_link`."""
     one_way = (group - 1) / group
     return {Kind.ALL_GATHER: one_way, Kind.REDUCE_SCATTER: one_way, Kind.ALL_REDUCE: 2 * one_way}.get(kind, 1.0)
+
+
+def _hooked_model(mesh: DeviceMesh, device: torch.device) -> nn.Module:
+    """Blocks with next to nothing to compute, dedicated and sharded: what is left is the host's work."""
+    model = nn.Sequential(nn.Linear(8, 8), *(_Block() for _ in range(_BLOCKS)), nn.Linear(8, 1)).to(device)
+    dedicate_params(model, mesh, lambda name, param: ".matrix." in name)
+    for block in default_boundaries(model, {n: p for n, p in model.named_parameters() if ".matrix." in n}):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 class _Block(nn.Module):
