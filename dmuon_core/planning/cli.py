@@ -54,7 +54,7 @@ def _add_plan(commands: Any) -> None:
     machine.add_argument("--hardware", help="intra=400GB/s,inter=50GB/s,flops=400T[,memory=3TB/s,ns_flops=...,latency="
                          "10us,overlap=1], each of one rank; or a file that `measure` wrote")  # fmt: skip
     machine.add_argument("--memory", help="of one device, such as 80GB: what needs more is not recommended")
-    machine.add_argument("--activations", default="0B", help="bytes that activations take, which are not predicted")
+    machine.add_argument("--activations", help="bytes that activations take, which are not predicted")
     work = plan.add_argument_group("work of one rank in a step")
     work.add_argument("--tokens", type=int, default=8192, help="8192")
     work.add_argument("--sequence", type=int, default=4096, help="tokens of one sequence, for attention (4096)")
@@ -104,7 +104,7 @@ def _plan(parsed: argparse.Namespace) -> None:
     work = Work(parsed.tokens, min(parsed.sequence, parsed.tokens), parsed.per_node, parsed.recompute)
     limits = Limits(
         _bytes(parsed.memory, "--memory"),
-        0 if parsed.activations in ("0", "0B") else _bytes(parsed.activations, "--activations") or 0,
+        _bytes(parsed.activations, "--activations") or 0,
         _bytes(parsed.max_owned, "--max-owned"),
     )
     option, other, found = _choose(parsed, shapes, hardware, work, limits)

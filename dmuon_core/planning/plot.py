@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from dmuon_core.planning.recommend import Option
 from dmuon_core.planning.traffic import group_size, through_link, transfers
@@ -48,7 +49,7 @@ def _traffic(options: Sequence[Option]) -> dict[str, list[float]]:
     return found
 
 
-def _stack(axes, names: Sequence[str], parts: dict[str, list[float]]) -> None:  # type: ignore[no-untyped-def]
+def _stack(axes: Any, names: Sequence[str], parts: dict[str, list[float]]) -> None:
     below = [0.0] * len(names)
     for label, values in parts.items():
         axes.bar(names, values, bottom=below, label=label, width=0.55)

@@ -110,8 +110,8 @@ def _seconds(option: Option) -> float:
 def _reasons(options: tuple[Option, ...], best: Option, runner_up: Option | None) -> Iterable[str]:
     fitting = sum(option.fits for option in options)
     yield (
-        f"{best.layout}: of {len(options)} layouts, {fitting} of which fit, none is predicted faster "
-        f"({_seconds(best) * 1e3:.1f} ms a step)."
+        f"{best.layout}: {fitting} of {len(options)} layouts fit, and none of these is predicted more than {_TIE:.1%} "
+        f"faster than its {_seconds(best) * 1e3:.1f} ms a step."
     )
     if runner_up is not None:
         yield f"Next is {runner_up.layout}: {_difference(runner_up, best)}."
