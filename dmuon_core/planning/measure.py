@@ -30,6 +30,8 @@ _SMALL, _LARGE = 16, 1 << 20  # elements of float32
 _BLOCKS = 6
 _HOOKED_COLLECTIVES = (2 * _BLOCKS - 1) + _BLOCKS + 3 * _BLOCKS + 3
 """Of a pass over the small model: broadcasts, reduces, FSDP2's of the blocks; the root's two, which have a gradient."""
+_HOOKED_OVER_REPLICAS = _BLOCKS // 2 + _BLOCKS + 1
+"""With replicas, of two columns: one column's reduces, and FSDP2's all-reduces."""
 _STREAMS = 4
 
 
@@ -42,7 +44,7 @@ class Probe:
             update is timed.
         tokens, sequence: of one rank's batch.
         ns_dtype: in which Newton-Schulz runs.
-        group: ranks of one collective; all groups communicate at once. None for all ranks.
+        group: ranks of one collective, a row of the mesh; all rows communicate at once. None for all ranks.
     """
 
     widths: tuple[int, ...] = (128, 256, 512)
@@ -64,12 +66,13 @@ class Measurement:
                 "least two, by torchrun --nproc_per_node 2 -m dmuon_core measure"
             )
         sizes = (dist.get_world_size() // self._size, self._size)
-        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard"))["shard"]
-        self._group = mesh.get_group()
+        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard"))
+        self._group = mesh["shard"].get_group()
+        self._replicas = sizes[0]
         self._samples: dict[str, list[float]] = {}
         self._layers = {width: _layer(width).to(device) for width in probe.widths}
         self._updates = {width: self._update(width) for width in probe.widths}
-        self._hooked = _hooked_model(mesh, device)
+        self._hooked = _hooked_model(mesh if self._replicas > 1 else mesh["shard"], device)
         self._flat = torch.zeros(8 * _LARGE, device=device), torch.ones(8 * _LARGE, device=device)
 
     def round(self) -> None:
@@ -118,7 +121,8 @@ class Measurement:
         algorithms = {kind: self._bandwidth(kind, found) for kind in _COLLECTIVES}
         algorithms |= {twin: algorithms[kind] for kind, twin in _TWINS.items()}
         # What a collective takes without bytes is counted by itself.
-        hooks = max(0.0, found["hooks"] - latency * _HOOKED_COLLECTIVES)
+        collectives = _HOOKED_COLLECTIVES + (_HOOKED_OVER_REPLICAS if self._replicas > 1 else 0)
+        hooks = max(0.0, found["hooks"] - latency * collectives)
         overhead = hooks / (3 * (_BLOCKS + 1))  # of a forward; a backward counts for two
         fastest = max(algorithms.values())
         return Hardware(
