@@ -38,7 +38,7 @@ def muon_targets(model: nn.Module) -> dict[str, nn.Parameter]:
     for module in model.modules():
         for name, parameter in _own_parameters(module):
             bare = not is_leaf(module) and not name.endswith("weight") and id(module) not in in_block
-            if bare or "bias" in name.lower() or _is_embedding(module) or _is_norm(module):
+            if bare or "bias" in name.lower() or is_embedding(module) or _is_norm(module):
                 excluded.add(id(parameter))
     return {
         name: parameter
@@ -62,7 +62,7 @@ def output_heads(model: nn.Module) -> list[nn.Module]:
     AdamW.
     """
     linears = [module for module in model.modules() if _is_linear(module)]
-    embedded = {id(p) for m in model.modules() if _is_embedding(m) for _, p in _own_parameters(m)}
+    embedded = {id(p) for m in model.modules() if is_embedding(m) for _, p in _own_parameters(m)}
     tied = [module for module in linears if any(id(p) in embedded for _, p in _own_parameters(module))]
     if tied:
         return tied
@@ -104,7 +104,7 @@ def _matrix_ids(model: nn.Module) -> set[int]:
     return {
         id(parameter)
         for module in model.modules()
-        if not _is_embedding(module) and not _is_norm(module)
+        if not is_embedding(module) and not _is_norm(module)
         for _, parameter in _own_parameters(module)
         if _is_matrix(parameter)
     }
@@ -118,7 +118,7 @@ def _is_matrix(parameter: nn.Parameter) -> bool:
     return rows >= 2 and parameter.numel() >= 2 * rows
 
 
-def _is_embedding(module: nn.Module) -> bool:
+def is_embedding(module: nn.Module) -> bool:
     if isinstance(module, _EMBEDDINGS):
         return True
     # Mixins that are no modules are left out: in Hugging Face they sit under every model.
@@ -130,7 +130,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    if _is_embedding(module) or _is_norm(module):
+    if is_embedding(module) or _is_norm(module):
         return False
     weight = module._parameters.get("weight")
     return isinstance(module, nn.Linear) or (is_leaf(module) and weight is not None and weight.ndim == 2)

@@ -1,0 +1,189 @@
+"""Planning: memory and times that can be computed by hand, the choice of a layout, the command."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from planning_models import BLOCKS, MATRIX, VOCAB, WIDTH, Net, NoBlocks
+
+from dmuon_core.planning.cli import main
+from dmuon_core.planning.hardware import Hardware
+from dmuon_core.planning.layout import Layout, place
+from dmuon_core.planning.memory import memory
+from dmuon_core.planning.recommend import Limits, evaluate, layouts, recommend
+from dmuon_core.planning.shapes import ROOT, shapes_of
+from dmuon_core.planning.timing import ADAM_PASSES, MUON_PASSES, Work, step_times
+from dmuon_core.planning.traffic import Kind, total, transfers
+
+HERE = "planning_models"
+FAST = Hardware(1e9, 1e9, ((1.0, 1e9),), ((1.0, 2e9),), latency=0.0)
+
+
+# --------------------------------------------------------------------------------------------- memory, traffic, time
+
+
+def test_memory_of_one_rank_by_formula() -> None:
+    found = memory(place(shapes_of(Net()), Layout(1)), 0)
+    owned, rest = 2 * BLOCKS * MATRIX * 4, 2 * VOCAB * WIDTH * 4
+    assert (found.owned_weights, found.momentum, found.sharded_weights) == (owned, owned, rest)
+    assert found.adam == 2 * rest + 2 * 4
+    assert found.unsharded == 2 * (2 * MATRIX + 4) * 4  # two blocks, each one buffer that ends in a tag
+    assert memory(place(shapes_of(Net()), Layout(1, 1, False)), 0).unsharded == BLOCKS * (2 * MATRIX + 4) * 4
+
+
+def test_time_of_one_rank_is_compute_and_update() -> None:
+    memory_rate = 1e9
+    times = step_times(place(shapes_of(Net()), Layout(1)), replace(FAST, memory=memory_rate), Work(tokens=10))
+    products = 2 * 10 * (2 * BLOCKS * MATRIX + VOCAB * WIDTH)
+    # Packing copies go through memory even where nothing is sent.
+    assert math.isclose(times.compute, 3 * products / 1e9)
+    assert times.forward + times.backward == pytest.approx(times.compute)
+    newton_schulz = 2 * BLOCKS * 5 * 6 * WIDTH**3 / 2e9
+    elementwise = (MUON_PASSES * 2 * BLOCKS * MATRIX + ADAM_PASSES * 2 * VOCAB * WIDTH) * 4 / memory_rate
+    assert times.optimizer == pytest.approx(newton_schulz + elementwise)
+    assert times.publish == times.exposed_publish == 0
+    assert times.hides is None
+
+
+def test_without_overlap_everything_adds_up() -> None:
+    placed = place(shapes_of(Net()), Layout(2))
+    work = Work(tokens=10)
+    serial = step_times(placed, replace(FAST, overlap=0.0), work)
+    assert serial.forward + serial.backward == pytest.approx(serial.compute + serial.communication)
+    found = transfers(placed, 0)
+    ours = total(found, Kind.BROADCAST) + total(found, Kind.REDUCE)
+    theirs = (total(found, Kind.ALL_GATHER) + total(found, Kind.REDUCE_SCATTER)) / 2
+    flags = total(found, Kind.FLAGS)
+    assert serial.communication == pytest.approx((ours + theirs + flags) / 1e9)
+
+
+def test_communication_hides_behind_enough_compute() -> None:
+    placed = place(shapes_of(Net()), Layout(2))
+    long = step_times(placed, FAST, Work(tokens=100_000))
+    first_wait = (2 * MATRIX + 2 * 4) * 4 / 1e9 + 2 * VOCAB * WIDTH * 4 / 2 / 1e9  # nothing runs before these
+    last_reduce = first_wait
+    assert long.exposed == pytest.approx(first_wait + last_reduce, rel=0.05)
+
+
+@pytest.mark.parametrize("zero3", [True, False])
+@pytest.mark.parametrize("tokens", [1, 30, 1000, 30_000])
+def test_one_lane_of_each_kind_bounds_the_passes(tokens: int, zero3: bool) -> None:
+    times = step_times(place(shapes_of(Net()), Layout(4, 1, zero3)), FAST, Work(tokens))
+    passes = times.forward + times.backward
+    assert max(times.compute, times.communication) <= passes * (1 + 1e-9)
+    assert passes <= (times.compute + times.communication) * (1 + 1e-9)
+
+
+def test_a_publish_hides_behind_a_long_forward_alone() -> None:
+    placed = place(shapes_of(Net()), Layout(2, 2))
+    fast = step_times(placed, FAST, Work(tokens=100_000, per_node=2))
+    assert fast.hides is True
+    slow = replace(FAST, inter=1e6)
+    # Of the first block nothing hides but what goes out while later ones are updated.
+    behind, alone = (step_times(placed, slow, Work(tokens, per_node=2)) for tokens in (100_000, 1))
+    assert 0 < behind.exposed_publish <= behind.publish / BLOCKS
+    assert alone.hides is False
+    assert alone.publish - alone.optimizer <= alone.exposed_publish < alone.publish
+
+
+def test_replicas_in_one_node_use_its_links() -> None:
+    placed = place(shapes_of(Net()), Layout(2, 2))
+    slow_between = replace(FAST, inter=1e6)
+    inside = step_times(placed, slow_between, Work(tokens=10, per_node=4))
+    across = step_times(placed, slow_between, Work(tokens=10, per_node=2))
+    assert across.publish == pytest.approx(1000 * inside.publish)
+
+
+@pytest.mark.parametrize("replicate", [1, 2])
+def test_a_model_without_blocks_is_one_unit(replicate: int) -> None:
+    placed = place(shapes_of(NoBlocks()), Layout(2, replicate))
+    assert list(placed.owned) == [ROOT]
+    times = step_times(placed, FAST, Work(tokens=100, per_node=2))
+    assert times.compute == pytest.approx(3 * 2 * 100 * 3 * MATRIX / 1e9)
+    assert times.exposed == pytest.approx(times.communication)  # nothing to hide behind
+    assert (times.publish > 0) is (replicate > 1)
+
+
+def test_z2_sends_less_and_keeps_more() -> None:
+    z3, z2 = (place(shapes_of(Net()), Layout(4, 1, zero3)) for zero3 in (True, False))
+    assert total(transfers(z2, 0), Kind.BROADCAST) < total(transfers(z3, 0), Kind.BROADCAST)
+    assert memory(z2, 0).unsharded > memory(z3, 0).unsharded
+
+
+# ----------------------------------------------------------------------------------------------------- recommendation
+
+
+def test_the_fastest_that_fits_is_recommended() -> None:
+    shapes, work = shapes_of(Net()), Work(tokens=100, per_node=2)
+    hardware = replace(FAST, inter=1e8)
+
+    def choose(limit: int | None) -> object:
+        options = [evaluate(shapes, one, hardware, work, Limits(limit)) for one in layouts(4, Layout(1))]
+        return recommend(options)
+
+    free = choose(None)
+    assert len(free.options) == 6
+    assert free.best.times.step <= min(o.times.step for o in free.options) * 1.005
+    assert free.runner_up is not free.best and len(free.reasons) >= 2
+    tight = choose(min(o.memory.total for o in free.options))
+    assert tight.best.memory.total == min(o.memory.total for o in free.options)
+    assert tight.runner_up is None
+    none = choose(1000)
+    assert none.best is None and "Nothing fits" in none.reasons[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------- CLI
+
+LINE = "intra=400GB/s,inter=50GB/s,flops=400T"
+
+
+def test_report_and_json_say_the_same(capsys, tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    arguments = ["plan", f"{HERE}:Net", "--shard", "2", "--replicate", "2", "--hardware", LINE, "--per-node", "2"]
+    picture = tmp_path / "plan.svg"
+    assert main([*arguments, "--plot", str(picture)]) == 0
+    text = capsys.readouterr().out
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    placed = place(shapes_of(Net()), Layout(2, 2, found["layout"]["mode"] == "Z3"))
+    assert found["owners"] == dict(placed.assignment.owners)
+    mode = found["layout"]["mode"]
+    assert found[mode]["memory"]["total"] == max(memory(placed, rank).total for rank in range(4))
+    assert f"{found[mode]['times']['step'] * 1e3:.2f} ms" in text
+    for part in ("OWNERS", "MEMORY", "TRAFFIC", "PREDICTED STEP", "RECOMMENDED", "it hides"):
+        assert part in text
+    assert picture.read_text().startswith("<?xml")
+
+
+def test_without_hardware_there_are_no_times(capsys) -> None:
+    assert main(["plan", f"{HERE}:Net", "--devices", "2", "--owners"]) == 0
+    text = capsys.readouterr().out
+    for fqn, rank in place(shapes_of(Net()), Layout(2)).assignment.owners.items():
+        assert any(line.split() == [fqn, "64", "x", "64", str(rank)] for line in text.splitlines())
+    assert "MEMORY" in text and "No --hardware" in text and "PREDICTED" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the mesh is missing"),
+        (["--shard", "3", "--devices", "8"], "are 3 ranks, not --devices 8"),
+        (["--replicate", "3", "--devices", "8"], "8 devices do not divide into 3 replicas"),
+        (["--shard", "0"], "at least one rank each way"),
+        (["--devices", "2", "--memory", "lots"], "--memory='lots'"),
+        (["--devices", "2", "--hardware", "intra=1GB/s,flop=1T"], "did you mean 'flops'"),
+        (["--devices", "2", "--max-owned", "1kB"], "raise"),
+    ],
+)
+def test_wrong_arguments_end_in_one_line(capsys, arguments: list[str], message: str) -> None:
+    assert main(["plan", f"{HERE}:Net", *arguments]) == 2
+    errors = capsys.readouterr().err
+    assert message in errors and errors.count("\n") == 1
+
+
+def test_measuring_needs_a_launcher(capsys, tmp_path) -> None:
+    assert main(["measure", "--json", str(tmp_path / "machine.json")]) == 2
+    assert "start it with torchrun" in capsys.readouterr().err
