@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn as nn
 from accelerate.state import AcceleratorState
+from accelerate.utils import compare_versions
 from accelerate.utils.fsdp_utils import get_parameters_from_modules
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import StateDictType
 
 from dmuon_core import DedicatedModel, OwnedTensor, dedicate_params
 from dmuon_lightning.accelerate.config import boundary_predicate
@@ -81,6 +83,7 @@ def convert(plugin: DMuonPlugin, model: nn.Module) -> DedicatedModel:
         _load_from_first_rank(model, dedicated, before)
     if state.is_main_process:
         _say(describe(dedicated))
+        _warn_of_adapters(plugin, model)
     return dedicated
 
 
@@ -105,6 +108,19 @@ def _load_from_first_rank(model: nn.Module, dedicated: DedicatedModel, before: d
 
     taken = model.register_state_dict_post_hook(give_whole)
     loaded = model.register_load_state_dict_post_hook(own_what_was_loaded)
+
+
+def _warn_of_adapters(plugin: DMuonPlugin, model: nn.Module) -> None:
+    """Accelerate's error, with any FSDP2: of adapters it saves this rank's piece alone."""
+    if (
+        hasattr(model, "peft_config")
+        and plugin.state_dict_type == StateDictType.FULL_STATE_DICT
+        and compare_versions("accelerate", "<", "1.15")
+    ):
+        _say(
+            "Accelerate before 1.15 does not save adapters whole with FULL_STATE_DICT, so that a Trainer cannot "
+            "resume with them: upgrade Accelerate. What save_model writes is right"
+        )
 
 
 def _say(line: str) -> None:

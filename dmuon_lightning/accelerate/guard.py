@@ -58,13 +58,24 @@ def check_converted() -> None:
     """
     if _expecting is None or _converted:
         return
+    raise RuntimeError(f"DMuon is on ({_expecting}), but no model was prepared with owned matrices: {_why_not()}")
+
+
+def _why_not() -> str:
     state = AcceleratorState._shared_state
     kind = str(getattr(state.get("distributed_type"), "value", "no Accelerator"))
-    raise RuntimeError(
-        f"DMuon is on ({_expecting}), but no model was prepared with owned matrices: Accelerate runs this process as "
-        f"{kind!r}, not as 'FSDP'. Start it with accelerate launch and a config of distributed_type: FSDP, "
-        "fsdp_version: 2, on GPUs (Accelerate runs FSDP2 nowhere else), pass model and optimizer to one prepare, and "
-        "build or enable the plugin before the Accelerator"
+    if kind != "FSDP":
+        return (
+            f"Accelerate runs this process as {kind!r}, not as 'FSDP'. Start it with accelerate launch and a config of "
+            "distributed_type: FSDP, fsdp_version: 2, on GPUs (Accelerate runs FSDP2 nowhere else)"
+        )
+    plugin = state.get("fsdp_plugin")
+    if hasattr(plugin, "targets_in"):
+        return "pass model and optimizer to one Accelerator.prepare, and build no other Accelerator before"
+    return (
+        f"the Accelerator has a {type(plugin).__name__}, not a DMuonPlugin. Build it as "
+        "Accelerator(fsdp_plugin=DMuonPlugin()), or call dmuon_lightning.accelerate.enable() before it, or the "
+        "Trainer, is built"
     )
 
 

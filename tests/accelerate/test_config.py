@@ -103,6 +103,13 @@ def test_every_option_comes_from_a_variable() -> None:
     assert {**config.dedicate, **config.muon} == {name: value for name, (_, value) in EVERY_OPTION.items()}
 
 
+def test_the_file_in_the_readme_is_read(tmp_path: Path) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    content = yaml.safe_load(readme.split("```yaml\n")[1].split("```")[0])
+    config = read_config(launched(tmp_path, **content["fsdp_config"]))
+    assert config.dedicate == {"predicate": ["*.mlp.*", "*.self_attn.*"]} and config.muon == {"momentum": 0.95}
+
+
 def test_the_word_alone_turns_it_on(tmp_path: Path) -> None:
     assert read_config(launched(tmp_path, fsdp_sharding_strategy="dmuon")).found
     assert read_config(launched(tmp_path, fsdp_sharding_strategy={"dmuon": None})).found

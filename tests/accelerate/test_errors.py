@@ -118,6 +118,23 @@ def _nothing_converted() -> None:
     optimizer.step()
 
 
+def _enabled_too_late() -> None:
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    import dmuon_lightning.accelerate.guard as guard
+    from dmuon_lightning.accelerate import enable
+
+    guard._converted.clear()
+    accelerator = accelerator_for(Setup(stock=True))
+    enable()
+    try:
+        model = MODELS["gpt"]()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+        optimizer.step()
+    finally:
+        del FullyShardedDataParallelPlugin.__new__
+
+
 CASES: dict[str, tuple[Any, str, str]] = {
     "sharded before": (_sharded_before, "ValueError", "is sharded before Accelerator.prepare"),
     "dedicated before": (_dedicated_before, "ValueError", "leave dedicate_params to DMuonPlugin"),
@@ -129,7 +146,8 @@ CASES: dict[str, tuple[Any, str, str]] = {
     "two optimizers": (_two_optimizers, "RuntimeError", "Accelerate saves one optimizer of a model"),
     "muon over a shard": (_muon_over_a_shard, "RuntimeError", "'blocks.0.attn.q.weight', which DMuonPlugin has given"),
     "rows and columns": (_optimizer_of_rows_and_columns, "", "owned"),
-    "nothing converted": (_nothing_converted, "RuntimeError", "no model was prepared with owned matrices"),
+    "enabled too late": (_enabled_too_late, "RuntimeError", "enable() before it, or the Trainer, is built"),
+    "nothing converted": (_nothing_converted, "RuntimeError", "no model was prepared with owned matrices: Accelerate"),
 }
 
 

@@ -65,14 +65,45 @@ def _scaler(folder: str) -> dict[str, Any]:
     model, optimizer = accelerator.prepare(model, Muon(model, **OPTIONS))
     trained = steps(accelerator, model, optimizer, Recipe(max_norm=0.5))
     before = full_weights(model)
-    accelerator.backward(_rows().loss(model) * (float("inf") if dist.get_rank() == 1 else 1.0))
-    optimizer.step()
-    skipped = optimizer.step_was_skipped
-    optimizer.zero_grad()
-    return {
-        "trained": trained,
-        "skipped": (skipped, accelerator.scaler.get_scale(), difference(full_weights(model), before)),
-    }
+    found = {"trained": trained}
+    for name in ("loss of one rank", "matrix of one owner"):
+        loss = _rows().loss(model)
+        accelerator.backward(loss * float("inf") if name == "loss of one rank" and dist.get_rank() == 1 else loss)
+        if name == "matrix of one owner":
+            local = model.blocks[0].mlp.up.weight.grad._local_tensor
+            if local.numel():  # here alone: the other rank has no row of it
+                local[0, 0] = float("inf")
+        optimizer.step()
+        weights = difference(full_weights(model), before)
+        found[name] = (optimizer.step_was_skipped, accelerator.scaler.get_scale(), weights)
+        optimizer.zero_grad()
+    return found
+
+
+def _fp16(folder: str) -> dict[str, Any]:
+    """The same script with Accelerate's plugin and with ours, from a scale that overflows at first."""
+    found: dict[str, Any] = {}
+    for name, stock in (("stock", True), ("ours", False)):
+        forget_accelerator()
+        accelerator = accelerator_for(Setup(accelerator={"mixed_precision": "fp16"}, stock=stock))
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+        accelerator.native_amp = True
+        torch.manual_seed(0)
+        model = MODELS["gpt"]()
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), **ADAMW))
+        seen: list[torch.dtype] = []
+        model.blocks[0].mlp.up.register_forward_hook(lambda m, args, out, seen=seen: seen.append(m.weight.dtype))
+        log = []
+        for step in range(6):
+            loss = _rows(step).loss(model)
+            accelerator.backward(loss)
+            norm = float(accelerator.clip_grad_norm_(model.parameters(), 0.5).full_tensor())
+            optimizer.step()
+            optimizer.zero_grad()
+            log.append((loss.item(), norm, optimizer.step_was_skipped, accelerator.scaler.get_scale()))
+        found[name] = (log, full_weights(model))
+        found[f"{name} dtypes"] = (seen[0], model.blocks[0].mlp.up.weight.dtype)
+    return found
 
 
 def _scheduler(folder: str) -> dict[str, Any]:
@@ -165,8 +196,8 @@ def _prepared_again(folder: str) -> dict[str, Any]:
 
 
 JOBS = (
-    _mixed_precision, _scaler, _scheduler, _clip_by_value, _stock_optimizer, _save_in_a_window, _models_for_evaluation,
-    _prepared_again,
+    _mixed_precision, _scaler, _fp16, _scheduler, _clip_by_value, _stock_optimizer, _save_in_a_window,
+    _models_for_evaluation, _prepared_again,
 )  # fmt: skip
 
 
@@ -198,7 +229,22 @@ def test_a_scaler_skips_on_all_ranks_or_on_none(ranks: list[dict[str, Any]]) -> 
     for found in (rank["_scaler"] for rank in ranks):
         assert found["trained"].losses == pytest.approx(want.losses, abs=1e-6)
         assert difference(found["trained"].weights, want.weights) <= WEIGHT_ATOL
-        assert found["skipped"] == (True, 4.0, 0.0)
+        assert found["loss of one rank"] == (True, 4.0, 0.0)
+        assert found["matrix of one owner"] == (True, 2.0, 0.0)
+
+
+def test_fp16_is_that_of_fsdp2(ranks: list[dict[str, Any]]) -> None:
+    for found in (rank["_fp16"] for rank in ranks):
+        assert found["ours dtypes"] == found["stock dtypes"] == (torch.float16, torch.float32)
+        (ours, weights), (stock, stock_weights) = found["ours"], found["stock"]
+        assert [step[2:] for step in ours] == [step[2:] for step in stock]
+        skipped = [step[2] for step in ours]
+        assert 1 <= sum(skipped) <= 4 and skipped == sorted(skipped, reverse=True)  # first too large, then not
+        for step, other in zip(ours, stock, strict=True):
+            assert step[0] == pytest.approx(other[0], abs=2e-3)
+            assert step[2] or step[1] == pytest.approx(other[1], rel=1e-2)
+        # Adam's first steps are as large for a gradient of rounding errors.
+        assert difference(weights, stock_weights) < 5e-3
 
 
 def test_schedulers_reach_both_groups(ranks: list[dict[str, Any]]) -> None:

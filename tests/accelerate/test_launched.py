@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import compare_versions
 
 from tests.accelerate.runs import difference
 from tests.accelerate.test_checkpoint import HALF, _save
@@ -70,42 +71,52 @@ def test_the_example_equals_one_process(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("one")
-    start(SCRIPT, "", folder)
-    return json.loads((folder / "report.0").read_text())
+    start(SCRIPT, "", folder, folder / "start")
+    return {"start": folder / "start", **json.loads((folder / "report.0").read_text())}
 
 
 @pytest.mark.parametrize("way", ["configured", "enable", "run"])
 def test_trainers_of_transformers_and_trl_equal_one_process(
     way: str, one_process: dict[str, Any], tmp_path: Path
 ) -> None:
+    folders = [tmp_path, one_process["start"]]
     if way == "run":
-        launch(EXAMPLES / "dmuon.yaml", "-m", "dmuon_lightning.accelerate.run", SCRIPT, "", tmp_path)
+        out = launch(EXAMPLES / "dmuon.yaml", "-m", "dmuon_lightning.accelerate.run", SCRIPT, "", *folders)
     else:
-        launch(EXAMPLES / "dmuon.yaml", SCRIPT, way, tmp_path)
+        out = launch(EXAMPLES / "dmuon.yaml", SCRIPT, way, *folders)
+    resumes = ["gpt2", "lora"] if compare_versions("accelerate", ">=", "1.15") else ["gpt2"]
+    assert ("before 1.15 does not save adapters whole" in out.stderr) == ("lora" not in resumes)
     # Of two layers: q, k, v, o, gate, up, down; four fused ones; LoRA's A and B of q and up.
-    owned = {"llama": 14, "gpt2": 8, "lora": 8, "sft": 14}
+    owned = {"llama": 14, "gpt2": 8, "lora": 8, "bf16": 14, "sft": 14}
+    if way == "configured":
+        del owned["bf16"]
     for rank in range(2):
         got = json.loads((tmp_path / f"report.{rank}").read_text())
         for name, count in owned.items():
             assert len(got[name]["owned"]) == count
             assert len(got[name]["losses"]) == 4
+            # Autocast, in the one process, rounds other things to 8 bits than FSDP2 does.
+            tolerance = 2e-2 if name == "bf16" else LOSS_ATOL
             for key in ("losses", "norms", "last", "first"):
-                assert_near(got[name][key], one_process[name][key], f"{name} {key}")
+                assert_near(got[name][key], one_process[name][key], f"{name} {key}", tolerance)
+            compute = "torch.bfloat16" if name == "bf16" else "torch.float32"
+            assert got[name]["dtypes"] == [[compute], ["torch.float32"]]
         assert got["lora"]["trained"] == one_process["lora"]["trained"] != []
-        for key in ("resumed", "again"):
-            assert_near(got[key], one_process[key], key)
+        for name in resumes:
+            assert_near(got[name]["resumed"], one_process[name]["losses"], f"{name} resumed")
+        assert_near(got["again"], one_process["again"], "again")
         if rank == 0:
             for name in ("llama", "gpt2"):
                 assert_near(got[name]["reloaded"], one_process[name]["reloaded"], f"{name} reloaded")
             assert (got["llama"]["tied"], got["gpt2"]["tied"]) == (False, True)
 
 
-def assert_near(got: Any, want: Any, what: str) -> None:
+def assert_near(got: Any, want: Any, what: str, tolerance: float = LOSS_ATOL) -> None:
     if want is None:
         assert got is None
         return
     assert torch.tensor(got).shape == torch.tensor(want).shape, what
-    assert (torch.tensor(got) - torch.tensor(want)).abs().max() <= LOSS_ATOL, what
+    assert (torch.tensor(got) - torch.tensor(want)).abs().max() <= tolerance, what
 
 
 def test_a_run_without_fsdp_is_an_error(tmp_path: Path) -> None:

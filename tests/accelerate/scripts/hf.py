@@ -1,4 +1,6 @@
-"""A script of the Trainer of transformers and of TRL, as users have them: `hf.py WAY FOLDER`. Not a test by itself.
+"""A script of the Trainer of transformers and of TRL, as users have them: `hf.py WAY FOLDER START`.
+
+Not a test by itself. The run of one process writes the first weights to START, the others read them from there.
 
 WAY is "configured" (an Accelerator of one's own, whose state the Trainer takes over), "enable", or "" (no line about
 DMuon but the optimizer, for one process and for `-m dmuon_lightning.accelerate.run`).
@@ -7,11 +9,13 @@ DMuon but the optimizer, for one process and for `-m dmuon_lightning.accelerate.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers.training_args
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -53,13 +57,17 @@ def lora() -> Any:
     return get_peft_model(llama(), config)
 
 
-MODELS = {"llama": llama, "gpt2": gpt2, "lora": lora, "sft": llama}
+MODELS = {"llama": llama, "gpt2": gpt2, "lora": lora, "bf16": llama, "sft": llama}
 OPTIONS: dict[str, dict[str, Any]] = {
     "llama": {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5},
     "gpt2": {"gradient_checkpointing": True},
     "lora": {},
+    "bf16": {"bf16": True},
     "sft": {},
 }
+# Saved and read again, as most models come; with the launcher's file only the first rank's weights count.
+PRETRAINED = ("llama", "gpt2")
+RESUMED = ("gpt2", "lora")
 
 
 def rows() -> list[dict[str, list[int]]]:
@@ -109,7 +117,13 @@ def trainer_for(name: str, way: str, folder: Path, world: int, **options: Any) -
         kind = Trainer
     # In bfloat16 a rounding error of a gradient becomes one of 1e-2 in Newton-Schulz.
     optimizer = (DMuonTrainerOptimizer, {"args": args, "ns_dtype": torch.float32})
-    return kind(model=MODELS[name](), args=args, optimizer_cls_and_kwargs=optimizer, **more)
+    model = MODELS[name]()
+    if name in PRETRAINED and len(sys.argv) > 3:
+        start = Path(sys.argv[3]) / name
+        if world == 1:
+            model.save_pretrained(start)
+        model = AutoModelForCausalLM.from_pretrained(start)
+    return kind(model=model, args=args, optimizer_cls_and_kwargs=optimizer, **more)
 
 
 def losses(trainer: Trainer) -> list[float]:
@@ -121,8 +135,6 @@ def norms(trainer: Trainer) -> list[float]:
 
 
 def run(way: str, folder: Path) -> dict[str, Any]:
-    import os
-
     world = int(os.environ.get("WORLD_SIZE", "1"))
     found: dict[str, Any] = {}
     if way == "configured":
@@ -133,9 +145,17 @@ def run(way: str, folder: Path) -> dict[str, Any]:
         from dmuon_lightning.accelerate import enable
 
         enable()
+    # TrainingArguments take bf16 on GPUs alone.
+    transformers.training_args.is_torch_bf16_gpu_available = lambda: True
     for name in MODELS:
+        if way == "configured" and name == "bf16":
+            continue  # the one Accelerator has one precision
         trainer = trainer_for(name, way, folder / name, world)
         found[name] = {"first": None}
+        seen: set[str] = set()
+        trainer.model.get_input_embeddings().register_forward_hook(
+            lambda m, a, out, seen=seen: seen.add(str(m.weight.dtype))
+        )
         if name == "llama":
             if world > 1:
                 prepare_trainer(trainer)
@@ -143,6 +163,7 @@ def run(way: str, folder: Path) -> dict[str, Any]:
         trainer.train()
         found[name].update(losses=losses(trainer), norms=norms(trainer), last=trainer.evaluate()["eval_loss"])
         found[name]["owned"] = owned(trainer.model)
+        found[name]["dtypes"] = [sorted(seen), sorted({str(p.dtype) for p in trainer.model.parameters()})]
         if name == "lora":
             found[name]["trained"] = [n for n, p in trainer.model.named_parameters() if p.requires_grad]
         if name in ("gpt2", "llama"):
@@ -155,13 +176,15 @@ def run(way: str, folder: Path) -> dict[str, Any]:
                     found[name]["tied"] = loaded.lm_head.weight is loaded.get_input_embeddings().weight
             trainer.accelerator.wait_for_everyone()
     half = {"save_strategy": "steps", "save_steps": 2}
-    trainer_for("gpt2", way, folder / "resumed", world, **half).train()
-    resumed = trainer_for("gpt2", way, folder / "resumed", world, **half)
-    resumed.train(resume_from_checkpoint=str(folder / "resumed" / "checkpoint-2"))
-    found["resumed"] = losses(resumed)
-    resumed.args.max_steps = 2 * STEPS  # train() once more, on the model that is prepared
-    resumed.train()
-    found["again"] = losses(resumed)
+    for name in RESUMED:
+        trainer_for(name, way, folder / f"half-{name}", world, **half).train()
+        resumed = trainer_for(name, way, folder / f"half-{name}", world, **half)
+        resumed.train(resume_from_checkpoint=str(folder / f"half-{name}" / "checkpoint-2"))
+        found[name]["resumed"] = losses(resumed)
+        if name == "gpt2":
+            resumed.args.max_steps = 2 * STEPS  # train() once more, on the model that is prepared
+            resumed.train()
+            found["again"] = losses(resumed)
     return found
 
 
