@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any, overload
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from dmuon_core.optim import newton_schulz
 from dmuon_core.optim.adamw import adamw_state, adamw_update
+from dmuon_core.optim.cost import balance_problem
 from dmuon_core.optim.groups import complete_group, group_label, model_groups, param_label
 from dmuon_core.optim.loading import (
     adopt_groups,
@@ -27,7 +29,7 @@ from dmuon_core.optim.polar import Coefficients
 from dmuon_core.optim.qk_clip import QKClip
 from dmuon_core.optim.split import SplitRule, unmatched_patterns
 from dmuon_core.optim.update import AdjustLrFn, muon_state, muon_update, state_shapes
-from dmuon_core.registry import drop_pending, publishing_as_updated
+from dmuon_core.registry import dedicated_of, drop_pending, publishing_as_updated
 
 ParamsT = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
@@ -106,6 +108,7 @@ class Muon(torch.optim.Optimizer):
     (decoupled weight decay, "match_rms_adamw").
     """
 
+    _balance_checked = False
     qk_clip: QKClip | None = None  # of the running program: not part of a pickled optimizer
 
     def __init__(
@@ -204,6 +207,7 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._preflight()
+        self._check_balance()
         clip = self._start_clip()
         with publishing_as_updated(p for group in self.param_groups for p in group["params"]) as updated:
             for group in self.param_groups:
@@ -227,6 +231,16 @@ class Muon(torch.optim.Optimizer):
         factors = clip.take_factors(params)
         names = {id(p): name for name, p in params.items()}
         return lambda p: clip.apply(names.get(id(p), ""), p, factors)
+
+    def _check_balance(self) -> None:
+        """In the first step, when everything that could have replaced parameters or groups has done so."""
+        if self._balance_checked:
+            return
+        self._balance_checked = True
+        for dedicated in dedicated_of(chain.from_iterable(group["params"] for group in self.param_groups)):
+            problem = balance_problem(self.param_groups, dedicated)
+            if problem and dedicated.place[1] == (0, 0):  # it is the same on all ranks
+                warnings.warn(f"Muon: {problem}", stacklevel=4)
 
     def _preflight(self) -> None:
         for index, group in enumerate(self.param_groups):

@@ -300,8 +300,11 @@ def _same_matrices(split: Any, in_optimizer: bool) -> None:
         torch.manual_seed(0)
         model = _Experts()
         optimizer = Muon(model.parameters(), **options) if form == "early" else None
-        settings = Settings(predicate=["stack.*", "fused.*"], split=None if in_optimizer else split)
-        shard_module(model, init_device_mesh("cpu", (2,)), settings)
+        settings = Settings(
+            predicate=["stack.*", "fused.*"], split=None if in_optimizer else split, flops=lambda shape: shape[0]
+        )
+        dedicated = shard_module(model, init_device_mesh("cpu", (2,)), settings)
+        assert dedicated.assignment.costs == tuple(sum(m for m, _ in s.parts) for s in dedicated.assignment.specs)
         optimizer = optimizer or Muon(model if form == "model" else model.parameters(), **options)
         rebind([optimizer], model)
         model(torch.ones(5, 6)).square().sum().backward()
