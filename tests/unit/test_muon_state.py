@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from dmuon_core.optim import Muon
+from dmuon_core.optim import Muon, QKClip, QKLayer
 
 
 def build(**options: Any) -> tuple[list[nn.Parameter], Muon]:
@@ -193,3 +193,50 @@ def test_what_an_update_is_made_of_stays_as_it_was_built(saved: bool, now: bool)
     other.grad = torch.ones(3, 4)
     resumed.step()
     assert ("second_momentum_buffer" in resumed.state[other]) is now
+
+
+# --------------------------------------------------------------------------------------------------- copies and pickles
+
+
+def by_name(name: str, p: torch.Tensor) -> int | None:
+    return 2 if name == "a" else None
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+@pytest.mark.parametrize("rule", [by_name, lambda name, p: by_name(name, p), {"a": 2}, None])
+def test_copies_and_pickles_step_as_the_optimizer_does(how, rule):
+    torch.manual_seed(0)
+    optimizer = Muon([("a", nn.Parameter(torch.randn(4, 6))), ("b", nn.Parameter(torch.randn(3, 2)))], split=rule)
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.randn(p.shape)
+    optimizer.step()
+    other = how(optimizer)
+    assert other.param_groups[0]["split"] == optimizer.param_groups[0]["split"]
+    for p, q in zip(optimizer.param_groups[0]["params"], other.param_groups[0]["params"], strict=True):
+        p.grad = torch.randn(p.shape)
+        q.grad = p.grad.clone()
+    optimizer.step()
+    other.step()
+    for p, q in zip(optimizer.param_groups[0]["params"], other.param_groups[0]["params"], strict=True):
+        assert p is not q and torch.equal(p, q)
+        assert torch.equal(optimizer.state[p]["momentum_buffer"], other.state[q]["momentum_buffer"])
+    added = {"params": [("a", nn.Parameter(torch.randn(4, 6)))]}
+    if how is not copy.deepcopy and callable(rule) and rule is not by_name:
+        with pytest.raises(ValueError, match=r"how to split 'a' is not known.*unpickled.*\"split\" of its own"):
+            other.add_param_group(dict(added))
+        other.add_param_group({**added, "split": 4})
+        assert other.param_groups[1]["split"] == ("rows:4",)
+    else:
+        other.add_param_group(added)
+        assert other.param_groups[1]["split"] == (("rows:2",) if rule else None)
+
+
+def test_a_copy_says_that_it_does_not_clip():
+    params = [("q", nn.Parameter(torch.ones(4, 3))), ("k", nn.Parameter(torch.ones(4, 3)))]
+    clip = QKClip({"layer": QKLayer("q", "k", 2)}, threshold=1.0)
+    with pytest.warns(UserWarning, match="has no QKClip.*set its attribute qk_clip"):
+        other = copy.deepcopy(Muon(params, qk_clip=clip))
+    other.qk_clip = clip
+    clip.record("layer", torch.tensor([1.0, 4.0]))
+    other.step()
+    assert torch.equal(other.param_groups[0]["params"][0][:, 0], torch.tensor([1.0, 1.0, 0.5, 0.5]))
