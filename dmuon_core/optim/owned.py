@@ -8,6 +8,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
+from dmuon_core.optim.first_state import make_first_state
 from dmuon_core.optim.groups import model_groups
 from dmuon_core.optim.local import gradient_problem, is_stepped_here, local
 from dmuon_core.optim.owned_state import gather_state, place_states, portable, restored
@@ -66,10 +67,14 @@ class OwnedOptimizer(torch.optim.Optimizer):
         self._real = {id(self._local[id(p)]): p for _, p in named_matrices} | {id(p): p for _, p in named_others}
         for given, optimizer in ((named_matrices, self.matrix), (named_others, self.other)):
             self._check_complete(given, optimizer)
-        has_state = bool(self.matrix.state) or bool(self.other is not None and self.other.state)
+        inner = [optimizer for optimizer in (self.matrix, self.other) if optimizer is not None]
+        # Asked before what belongs to stand-ins is dropped, so that all ranks answer alike.
+        self._without_state = [optimizer for optimizer in inner if not optimizer.state]
+        has_state = len(self._without_state) < len(inner)
         for p in self._matrices():
             if not is_stepped_here(p):
                 self.matrix.state.pop(self._local[id(p)], None)  # made ahead, for a stand-in
+        self._made_state: list[tuple[torch.optim.Optimizer, list[set[str]]]] = []
         self._building = True
         # Without defaults, which torch would fill into the groups of both.
         super().__init__([self._outer_group(group) for group in self._inner_groups()], {})
@@ -110,6 +115,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
                 raise RuntimeError(
                     f"OwnedOptimizer: parameter {self._names[id(p)]!r}: {problem}. No parameter was updated"
                 )
+        self._drop_made_state()
         self._push_options()
         stepped = [p for p in self._matrices() if p.grad is not None and is_stepped_here(p)]
         for p in stepped:
@@ -137,6 +143,36 @@ class OwnedOptimizer(torch.optim.Optimizer):
         """Drop or zero all gradients, and drop what an open accumulation window holds back. Local."""
         super().zero_grad(set_to_none=set_to_none)
         drop_pending([p for group in self.param_groups for p in group["params"]])
+
+    def init_state(self) -> None:
+        """Before the first step: make the state that checkpoints load into or, with zeros, hold. Local.
+
+        The first step drops it again, unless state was loaded, so a run does not depend on whether it was asked for.
+        """
+        if not self._without_state:
+            return
+        for optimizer in self._without_state:
+            if optimizer is self.matrix:
+                for p in self._matrices():
+                    if is_stepped_here(p):
+                        self._local[id(p)].data = local(p).detach()
+            params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+            others = {id(self._local[id(p)]) for p in self._matrices() if not is_stepped_here(p)}
+            added = make_first_state(optimizer, [p for p in params if id(p) not in others])
+            self._made_state.append((optimizer, added))
+        self._without_state = []
+        self._pull_options()
+        self._share_state(True)
+
+    def _drop_made_state(self) -> None:
+        outer_of = dict(zip(map(id, self._inner_groups()), self.param_groups, strict=True))
+        for optimizer, added in self._made_state:
+            optimizer.state.clear()
+            for group, names in zip(optimizer.param_groups, added, strict=True):
+                for options in (group, outer_of[id(group)]):
+                    for name in names:
+                        options.pop(name, None)
+        self._made_state, self._without_state = [], []
 
     @torch._disable_dynamo
     def state_dict(self) -> dict[str, Any]:
@@ -173,6 +209,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
                 for p in params:
                     if state["state"].get(p) and is_stepped_here(p):
                         optimizer.state[self._local.get(id(p), p)] = state["state"][p]
+        self._made_state, self._without_state = [], []
         self._push_options()
         self._share_state(bool(state["state"]))
 

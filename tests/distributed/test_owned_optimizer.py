@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils._pytree import tree_map
 
-from dmuon_core import OwnedOptimizer, OwnedTensor, check_invariants, clip_grad_norm_
+from dmuon_core import OwnedOptimizer, OwnedTensor, check_invariants, clip_grad_norm_, no_sync
 from tests.distributed.counting import CountCollectives
 from tests.distributed.harness import run_distributed
 from tests.distributed.models import MODELS
@@ -342,3 +342,84 @@ def test_the_closure_runs_once_with_gradients():
     assert optimizer.step(closure) is calls[0] and len(calls) == 1
     after = full_weights(model)
     assert all(not torch.equal(after[name], before[name]) for name in ("tok_emb.weight", "blocks.0.attn.q.weight"))
+
+
+def look(model: nn.Module, optimizer: OwnedOptimizer) -> None:
+    """Asks for a checkpoint's state, which must change nothing."""
+    weights = full_weights(model)
+    grads = {id(p): p.grad for p in model.parameters()}
+    options = copy.deepcopy([{k: v for k, v in g.items() if k != "params"} for g in optimizer.matrix.param_groups])
+    state = get_optimizer_state_dict(model, optimizer)["state"]
+    assert_equal(full_weights(model), weights, "weights")
+    assert all(p.grad is grads[id(p)] for p in model.parameters())
+    for group, before in zip(optimizer.matrix.param_groups, options, strict=True):
+        # A count that the first step adds is there, so that one can be loaded.
+        assert {"step": 0, **before} == {"step": 0, **{k: v for k, v in group.items() if k != "params"}}
+    for fqn in dict(model.named_parameters()):
+        assert state[fqn], fqn
+        assert not full(torch.as_tensor(state[fqn].get("step", 0))).any()
+        for key in ("exp_avg", "exp_avg_sq", "sum"):
+            assert key not in state[fqn] or not full(state[fqn][key]).any()
+
+
+class Ahead(Peculiar):
+    """Of this one alone there is state before the first step."""
+
+
+def _look_before_the_first_step() -> None:
+    for make in (*MATRIX.values(), Ahead):
+        runs = []
+        for looks in (False, True):
+            torch.manual_seed(0)
+            model = MODELS["gpt"]()
+            dedicate(model, default_targets=True)
+            optimizer = OwnedOptimizer(model, make, adamw)
+            rank, world = dist.get_rank(), dist.get_world_size()
+            if looks:
+                look(model, optimizer)
+                torch.manual_seed(1)
+            with no_sync(model):
+                Rows("gpt", 9, 0, rank, world).loss(model).backward()
+            if looks:
+                look(model, optimizer)
+            Rows("gpt", 8, 0, rank, world).loss(model).backward()
+            if looks:
+                look(model, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            trained, saved = train(model, optimizer, rank, world), optimizer.state_dict()
+            runs.append((trained, whole(saved["state"]), saved["param_groups"]))
+        assert_equal(runs[1][0], runs[0][0], f"{make.__name__}: weights")
+        torch.testing.assert_close(runs[1][1], runs[0][1], rtol=0, atol=0)
+        assert runs[1][2] == runs[0][2]
+
+
+def test_a_look_before_the_first_step_changes_nothing():
+    pytest.importorskip("pytorch_optimizer")
+    run_distributed(_look_before_the_first_step, 2)
+
+
+def _load_into_a_fresh_one(folder: str) -> None:
+    """State that one of two optimizers makes ahead must not hide that of the other."""
+    torch.manual_seed(0)
+    results = []
+    for resumed in (False, True):
+        torch.manual_seed(0)
+        model = MODELS["gpt"]()
+        dedicate(model, default_targets=True)
+        optimizer = OwnedOptimizer(model, Ahead, adamw)
+        if not resumed:
+            feed(model, optimizer, range(2))
+            state = {"m": model.state_dict(), "o": get_optimizer_state_dict(model, optimizer)}
+            dcp.save(state, checkpoint_id=folder)
+        else:
+            state = {"m": model.state_dict(), "o": get_optimizer_state_dict(model, optimizer)}
+            dcp.load(state, checkpoint_id=folder)
+            model.load_state_dict(state["m"])
+            set_optimizer_state_dict(model, optimizer, state["o"])
+        results.append(feed(model, optimizer, range(2, 4)))
+    assert_equal(results[1], results[0], "resumed")
+
+
+def test_state_made_ahead_does_not_hide_that_of_the_other(tmp_path):
+    run_distributed(_load_into_a_fresh_one, 2, str(tmp_path))
