@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any, overload
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from dmuon_core.optim.first_state import make_first_state
 from dmuon_core.optim.groups import model_groups
 from dmuon_core.optim.local import gradient_problem, is_stepped_here, local
-from dmuon_core.optim.owned_state import gather_state, place_states, portable, restored
+from dmuon_core.optim.owned_state import gather_state, place_states, portable, restored, shielded
 from dmuon_core.owned_tensor import OwnedTensor
 from dmuon_core.registry import drop_pending
 
@@ -67,14 +68,12 @@ class OwnedOptimizer(torch.optim.Optimizer):
         self._real = {id(self._local[id(p)]): p for _, p in named_matrices} | {id(p): p for _, p in named_others}
         for given, optimizer in ((named_matrices, self.matrix), (named_others, self.other)):
             self._check_complete(given, optimizer)
-        inner = [optimizer for optimizer in (self.matrix, self.other) if optimizer is not None]
-        # Asked before what belongs to stand-ins is dropped, so that all ranks answer alike.
-        self._without_state = [optimizer for optimizer in inner if not optimizer.state]
-        has_state = len(self._without_state) < len(inner)
+        has_state = bool(self.matrix.state) or bool(self.other is not None and self.other.state)
         for p in self._matrices():
             if not is_stepped_here(p):
                 self.matrix.state.pop(self._local[id(p)], None)  # made ahead, for a stand-in
-        self._made_state: list[tuple[torch.optim.Optimizer, list[set[str]]]] = []
+        self._is_new = True  # before the first step and before any state was loaded
+        self._made_state: list[tuple[torch.optim.Optimizer, dict[Any, Any], list[set[str]]]] = []
         self._building = True
         # Without defaults, which torch would fill into the groups of both.
         super().__init__([self._outer_group(group) for group in self._inner_groups()], {})
@@ -149,30 +148,32 @@ class OwnedOptimizer(torch.optim.Optimizer):
 
         The first step drops it again, unless state was loaded, so a run does not depend on whether it was asked for.
         """
-        if not self._without_state:
+        if not self._is_new or self._made_state:
             return
-        for optimizer in self._without_state:
-            if optimizer is self.matrix:
-                for p in self._matrices():
-                    if is_stepped_here(p):
-                        self._local[id(p)].data = local(p).detach()
+        for p in self._matrices():
+            if is_stepped_here(p):
+                self._local[id(p)].data = local(p).detach()
+        for optimizer in (self.matrix, self.other):
+            if optimizer is None:
+                continue
+            before = {p: copy.deepcopy(state) for p, state in optimizer.state.items()}  # what it has made ahead
             params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
             others = {id(self._local[id(p)]) for p in self._matrices() if not is_stepped_here(p)}
             added = make_first_state(optimizer, [p for p in params if id(p) not in others])
-            self._made_state.append((optimizer, added))
-        self._without_state = []
+            self._made_state.append((optimizer, before, added))
         self._pull_options()
         self._share_state(True)
 
     def _drop_made_state(self) -> None:
         outer_of = dict(zip(map(id, self._inner_groups()), self.param_groups, strict=True))
-        for optimizer, added in self._made_state:
+        for optimizer, before, added in self._made_state:
             optimizer.state.clear()
+            optimizer.state.update(before)
             for group, names in zip(optimizer.param_groups, added, strict=True):
                 for options in (group, outer_of[id(group)]):
                     for name in names:
                         options.pop(name, None)
-        self._made_state, self._without_state = [], []
+        self._is_new, self._made_state = False, []
 
     @torch._disable_dynamo
     def state_dict(self) -> dict[str, Any]:
@@ -195,6 +196,11 @@ class OwnedOptimizer(torch.optim.Optimizer):
         finally:
             self.state, self.param_groups = own, groups
 
+    @torch._disable_dynamo
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` gave, or the like of a plain model, by position. Collective."""
+        super().load_state_dict({**state_dict, "state": shielded(state_dict["state"])})
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "defaults" in state:  # from copy or pickle
             raise TypeError("an OwnedOptimizer cannot be copied or pickled: save its state_dict()")
@@ -209,7 +215,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
                 for p in params:
                     if state["state"].get(p) and is_stepped_here(p):
                         optimizer.state[self._local.get(id(p), p)] = state["state"][p]
-        self._made_state, self._without_state = [], []
+        self._is_new, self._made_state = False, []
         self._push_options()
         self._share_state(bool(state["state"]))
 

@@ -423,3 +423,51 @@ def _load_into_a_fresh_one(folder: str) -> None:
 
 def test_state_made_ahead_does_not_hide_that_of_the_other(tmp_path):
     run_distributed(_load_into_a_fresh_one, 2, str(tmp_path))
+
+
+class Wordy(Peculiar):
+    """Keeps strings in its state, alone and nested."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                words = self.state[p].setdefault("words", ("ab", ["cd,e"], {"f": "gh"}))
+                assert words == ("ab", ["cd,e"], {"f": "gh"})
+                self.state[p]["word"] = "s"
+        super().step()
+
+
+def kron(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return pytest.importorskip("pytorch_optimizer").Kron(params, lr=1e-3)  # keeps the equations of its einsums
+
+
+def _strings(folder: str) -> None:
+    for make in (Wordy, kron):
+        found = []
+        for resumed in (False, True):
+            torch.manual_seed(0)
+            model = MODELS["gpt"]()
+            dedicate(model, default_targets=True)
+            optimizer = OwnedOptimizer(model, make, adamw)
+            if not resumed:
+                feed(model, optimizer, range(2))
+            state = {"o": get_optimizer_state_dict(model, optimizer)}
+            if not resumed:
+                dcp.save(state, checkpoint_id=f"{folder}/{make.__name__}")
+            else:
+                dcp.load(state, checkpoint_id=f"{folder}/{make.__name__}")
+                set_optimizer_state_dict(model, optimizer, state["o"])
+            found.append([copy.deepcopy(dict(optimizer.matrix.state[p])) for p in optimizer.matrix.state])
+            assert found[0]
+            feed(model, optimizer, range(2, 4))
+        for before, after in zip(*found, strict=True):
+            assert before.keys() == after.keys()
+            for key, value in before.items():
+                same = torch.equal(value, after[key]) if isinstance(value, Tensor) else str(value) == str(after[key])
+                assert same, (make.__name__, key)
+
+
+def test_strings_in_the_state_come_back(tmp_path):
+    pytest.importorskip("pytorch_optimizer")
+    run_distributed(_strings, 2, str(tmp_path))
