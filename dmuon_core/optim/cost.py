@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from dmuon_core.optim import gram, newton_schulz
 from dmuon_core.optim.polar import Coefficients, rescales_rows, schedule
 from dmuon_core.optim.update import NS_DTYPES, split_of
 from dmuon_core.owned_tensor import OwnedTensor
+from dmuon_core.registry import dedicated_of
 
 if TYPE_CHECKING:
     from dmuon_core.runtime import DedicatedModel
@@ -81,6 +83,14 @@ def flops_of(options: Mapping[str, Any]) -> NewtonSchulzFlops:
     """The FLOPs of options of ``Muon``, or of one of its groups; those that are missing have its defaults. Local."""
     names = {field.name for field in fields(NewtonSchulzFlops)} - {"device_type"}
     return NewtonSchulzFlops(**{name: value for name, value in options.items() if name in names})
+
+
+def warn_of_balance(groups: list[dict[str, Any]]) -> None:
+    """Warn, on the first rank, if the owners of these groups' matrices were balanced for other work. Local."""
+    for dedicated in dedicated_of(p for group in groups for p in group["params"]):
+        problem = balance_problem(groups, dedicated)
+        if problem and dedicated.place[1] == (0, 0):  # it is the same on all ranks
+            warnings.warn(f"Muon: {problem}", stacklevel=5)
 
 
 def balance_problem(groups: Iterable[dict[str, Any]], dedicated: DedicatedModel) -> str | None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from dmuon_core.optim import newton_schulz
 from dmuon_core.optim.adamw import adamw_state, adamw_update
-from dmuon_core.optim.cost import balance_problem
+from dmuon_core.optim.cost import warn_of_balance
 from dmuon_core.optim.groups import complete_group, group_label, model_groups, param_label
 from dmuon_core.optim.loading import (
     adopt_groups,
@@ -24,12 +24,12 @@ from dmuon_core.optim.loading import (
     state_keys,
 )
 from dmuon_core.optim.local import gradient_problem, state_problem
-from dmuon_core.optim.options import GROUP_DEFAULTS, check_defaults
+from dmuon_core.optim.options import GROUP_DEFAULTS, check_defaults, options_problem
 from dmuon_core.optim.polar import Coefficients
 from dmuon_core.optim.qk_clip import QKClip
 from dmuon_core.optim.split import SplitRule, carried, unmatched_patterns
 from dmuon_core.optim.update import AdjustLrFn, muon_state, muon_update, state_shapes
-from dmuon_core.registry import dedicated_of, drop_pending, publishing_as_updated
+from dmuon_core.registry import drop_pending, publishing_as_updated
 
 ParamsT = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
@@ -208,7 +208,9 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         clip = self._start_clip(self._find_problem())
-        self._check_balance()
+        if not self._balance_checked:  # now everything that could replace parameters or groups has done so
+            self._balance_checked = True
+            warn_of_balance(self.param_groups)
         with publishing_as_updated(p for group in self.param_groups for p in group["params"]) as updated:
             for group in self.param_groups:
                 if group["algorithm"] == "adamw":
@@ -234,19 +236,11 @@ class Muon(torch.optim.Optimizer):
         names = {id(p): name for name, p in params.items()}
         return lambda p: clip.apply(names.get(id(p), ""), p, factors)
 
-    def _check_balance(self) -> None:
-        """In the first step, when everything that could have replaced parameters or groups has done so."""
-        if self._balance_checked:
-            return
-        self._balance_checked = True
-        for dedicated in dedicated_of(chain.from_iterable(group["params"] for group in self.param_groups)):
-            problem = balance_problem(self.param_groups, dedicated)
-            if problem and dedicated.place[1] == (0, 0):  # it is the same on all ranks
-                warnings.warn(f"Muon: {problem}", stacklevel=4)
-
     def _find_problem(self) -> str | None:
         """What keeps this rank from the step; None if nothing does. Local."""
         for index, group in enumerate(self.param_groups):
+            if problem := options_problem(group):
+                return f"{problem} in {group_label(index)}. No parameter was updated"
             for position, p in enumerate(group["params"]):
                 if p.grad is None:
                     continue
