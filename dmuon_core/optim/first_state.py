@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from dmuon_core.optim.local import local
 
 
 @torch.no_grad()
@@ -65,3 +68,10 @@ def make_first_state(optimizer: torch.optim.Optimizer, params: Sequence[Tensor])
 
 def _kept(value: Any) -> Any:
     return copy.deepcopy(value) if isinstance(value, Tensor | list | dict) else value  # what a step may write into
+
+
+def writes_into(*optimizers: torch.optim.Optimizer | None) -> int:
+    """A number that grows when a tensor of the optimizers' state is written in place. Local."""
+    states = [dict(optimizer.state) for optimizer in optimizers if optimizer is not None]
+    tensors = [leaf for leaf in tree_leaves([list(state.values()) for state in states]) if isinstance(leaf, Tensor)]
+    return sum(local(t)._version for t in tensors)

@@ -9,7 +9,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from dmuon_core.optim.first_state import make_first_state
+from dmuon_core.optim.first_state import make_first_state, writes_into
 from dmuon_core.optim.groups import model_groups
 from dmuon_core.optim.local import gradient_problem, is_stepped_here, local
 from dmuon_core.optim.owned_state import gather_state, place_states, portable, restored, shielded
@@ -72,6 +72,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         for p in self._matrices():
             if not is_stepped_here(p):
                 self.matrix.state.pop(self._local[id(p)], None)  # made ahead, for a stand-in
+        self._writes = 0
         self._is_new = True  # before the first step and before any state was loaded
         self._made_state: list[tuple[torch.optim.Optimizer, dict[Any, Any], list[set[str]]]] = []
         self._building = True
@@ -147,6 +148,8 @@ class OwnedOptimizer(torch.optim.Optimizer):
         """Before the first step: make the state that checkpoints load into or, with zeros, hold. Local.
 
         The first step drops it again, unless state was loaded, so a run does not depend on whether it was asked for.
+        What is saved before the first step is this state; an optimizer that does something else in its first step than
+        later (SOAP chooses its bases) resumes from it as from a step with zero gradients.
         """
         if not self._is_new or self._made_state:
             return
@@ -161,12 +164,15 @@ class OwnedOptimizer(torch.optim.Optimizer):
             others = {id(self._local[id(p)]) for p in self._matrices() if not is_stepped_here(p)}
             added = make_first_state(optimizer, [p for p in params if id(p) not in others])
             self._made_state.append((optimizer, before, added))
+        self._writes = writes_into(self.matrix, self.other)
         self._pull_options()
         self._share_state(True)
 
     def _drop_made_state(self) -> None:
         outer_of = dict(zip(map(id, self._inner_groups()), self.param_groups, strict=True))
-        for optimizer, before, added in self._made_state:
+        # State that was written into since, as by dcp.load, is loaded state, whatever was called afterwards.
+        made = [] if writes_into(self.matrix, self.other) != self._writes else self._made_state
+        for optimizer, before, added in made:
             optimizer.state.clear()
             optimizer.state.update(before)
             for group, names in zip(optimizer.param_groups, added, strict=True):
