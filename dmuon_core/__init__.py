@@ -9,7 +9,7 @@ from dmuon_core.boundary import default_boundaries  # noqa: E402
 from dmuon_core.describe import describe  # noqa: E402
 from dmuon_core.grad_clip import clip_grad_norm_  # noqa: E402
 from dmuon_core.invariants import check_invariants  # noqa: E402
-from dmuon_core.optim import Muon, OwnedOptimizer, QKClip, QKLayer  # noqa: E402
+from dmuon_core.optim import Muon, NewtonSchulzFlops, OwnedOptimizer, QKClip, QKLayer  # noqa: E402
 from dmuon_core.owned_tensor import OwnedTensor  # noqa: E402
 from dmuon_core.registry import get_dedicated  # noqa: E402
 from dmuon_core.runtime import DedicatedModel  # noqa: E402
@@ -17,6 +17,7 @@ from dmuon_core.runtime import DedicatedModel  # noqa: E402
 __all__ = [
     "DedicatedModel",
     "Muon",
+    "NewtonSchulzFlops",
     "OwnedOptimizer",
     "OwnedTensor",
     "QKClip",

@@ -24,7 +24,7 @@ from dmuon_core.optim.split import SplitRule
 from dmuon_core.owned_tensor import OwnedTensor, Owner, empty_like_non_owner, holds
 from dmuon_core.param import DedicatedParam, Slot
 from dmuon_core.partition import Assignment
-from dmuon_core.plan import Plan, make_plan, rest_dtype_of
+from dmuon_core.plan import Flops, Plan, make_plan, rest_dtype_of
 from dmuon_core.runtime import DedicatedModel
 
 
@@ -41,6 +41,7 @@ def dedicate_params(
     mp_policy: MixedPrecisionPolicy | None = None,
     master_dtype: torch.dtype | None = torch.float32,
     split: SplitRule | None = None,
+    flops: Flops | None = None,
     max_owned_bytes: int | None = None,
     sync_module_states: bool = True,
 ) -> DedicatedModel:
@@ -69,6 +70,10 @@ def dedicate_params(
         master_dtype: least precise dtype of owned weights, gradients and momentum at rest; None keeps the parameter's.
         split: which matrices a parameter stands for, as in :class:`dmuon_core.Muon`, whose default it becomes; owners
             are balanced by what they will compute. None for one matrix each, but E for stacked experts ``[E, m, n]``.
+        flops: FLOPs of the update of one ``(m, n)`` matrix, by which owners are balanced; such as
+            ``NewtonSchulzFlops(ns_form="auto", ns_dtype=torch.float32)`` for a Muon with these options. None for those
+            of Muon's defaults; the number of steps alone changes no balance. ``Muon`` warns in its first step if its
+            own split and options would need other owners.
         max_owned_bytes: bound on the bytes of the matrices that one rank owns, at rest; None for no bound. A rank also
             keeps their momentum and, with a 2-D mesh, the weights that other ranks of its shard column own.
         sync_module_states: whether all weights and buffers are first made those of the mesh's first rank.
@@ -95,6 +100,7 @@ def dedicate_params(
             model, predicate, hook_boundary_predicate, hook_boundary_strict,
             shard_size=mesh.size(mesh.ndim - 1), replicate_size=mesh.size(0) if mesh.ndim == 2 else 1,
             device=device, master_dtype=master_dtype, split=split, max_owned_bytes=max_owned_bytes,
+            flops=flops,
         )  # fmt: skip
         arguments = (
             reshard_after_forward, replicate_async, str(mp_policy), str(master_dtype), max_owned_bytes,

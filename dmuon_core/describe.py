@@ -11,7 +11,7 @@ import torch.nn as nn
 from dmuon_core import registry
 from dmuon_core.optim.split import SplitRule
 from dmuon_core.partition import Assignment
-from dmuon_core.plan import make_plan
+from dmuon_core.plan import Flops, make_plan
 
 _MATRICES = 16  # shown of one hook module; a mixture of experts has hundreds
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -34,6 +34,7 @@ def describe(
     hook_boundary_strict: bool = True,
     master_dtype: torch.dtype | None = torch.float32,
     split: SplitRule | None = None,
+    flops: Flops | None = None,
     max_owned_bytes: int | None = None,
 ) -> str:
     """The tree of hook modules with their matrices, shapes, owners and bytes, and how balanced it is. Local.
@@ -50,12 +51,12 @@ def describe(
         plan = make_plan(
             model, predicate, hook_boundary_predicate, hook_boundary_strict,
             shard_size=shard_size, replicate_size=replicate_size, device=None, master_dtype=master_dtype, split=split,
-            max_owned_bytes=max_owned_bytes,
+            max_owned_bytes=max_owned_bytes, flops=flops,
         )  # fmt: skip
         boundaries, assignment = [_Boundary(*boundary) for boundary in plan.boundaries], plan.assignment
     else:
-        arguments = (shard_size, replicate_size, predicate, hook_boundary_predicate, hook_boundary_strict, split)
-        if arguments != (1, 1, None, None, True, None) or max_owned_bytes is not None:
+        arguments = (shard_size, replicate_size, predicate, hook_boundary_predicate, hook_boundary_strict, split, flops)
+        if arguments != (1, 1, None, None, True, None, None) or max_owned_bytes is not None:
             raise ValueError(f"{type(model).__name__} is dedicated already: call describe(model) without arguments")
         model, assignment = dedicated.model, dedicated.assignment
         boundaries = [_Boundary(g.fqn, g.module, [param.fqn for param in g.params]) for g in dedicated.groups]

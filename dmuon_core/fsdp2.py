@@ -27,6 +27,7 @@ from dmuon_core import checkpoint, registry
 from dmuon_core.optim.loading import unwrapped
 from dmuon_core.optim.local import local
 from dmuon_core.optim.muon import Muon
+from dmuon_core.optim.owned import OwnedOptimizer
 from dmuon_core.owned_tensor import OwnedTensor
 
 
@@ -234,7 +235,7 @@ def _fit_optimizer_state(original: Callable[..., Any]) -> Callable[..., Any]:
 def _start_from_zero(original: Callable[..., Any]) -> Callable[..., Any]:
     def init_optim_state(optim: Any) -> None:
         own = unwrapped(optim)  # a wrapper may hold steps back, also the one that makes state
-        if isinstance(own, Muon):
+        if isinstance(own, Muon | OwnedOptimizer):
             own.init_state()
         else:
             checkpoint.check_state_can_start(own)

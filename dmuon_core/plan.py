@@ -11,9 +11,13 @@ from torch.distributed.tensor import DTensor
 
 from dmuon_core.agreement import Description
 from dmuon_core.boundary import assign_boundaries
+from dmuon_core.optim.cost import NewtonSchulzFlops
 from dmuon_core.optim.split import SplitRule, matrix_parts
-from dmuon_core.partition import Assignment, MatrixSpec, compute_balanced_assignment
+from dmuon_core.partition import Assignment, MatrixSpec, compute_balanced_assignment, newton_schulz_flops
 from dmuon_core.targets import muon_targets
+
+Flops = Callable[[tuple[int, int]], int]
+"""FLOPs of the update of one matrix (m, n)."""
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -46,6 +50,7 @@ def make_plan(
     master_dtype: torch.dtype | None,
     split: SplitRule | None,
     max_owned_bytes: int | None,
+    flops: Flops | None = None,
 ) -> Plan:
     """Decide targets, hook modules and owners; local, changes nothing. The arguments are those of `dedicate_params`.
 
@@ -65,9 +70,12 @@ def make_plan(
         for layer, _, fqns in boundaries
         for fqn in fqns
     ]
+    if isinstance(flops, NewtonSchulzFlops) and device is not None:
+        flops = flops.on(device.type)
     assignment = compute_balanced_assignment(
-        specs, shard_size * replicate_size, shard_size=shard_size, max_owned_bytes=max_owned_bytes
-    )
+        specs, shard_size * replicate_size, shard_size=shard_size, flops=flops or newton_schulz_flops,
+        max_owned_bytes=max_owned_bytes,
+    )  # fmt: skip
     return Plan(boundaries, targets, assignment)
 
 

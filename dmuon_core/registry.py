@@ -57,6 +57,12 @@ def get_dedicated(model: nn.Module) -> DedicatedModel:
     return found
 
 
+def dedicated_of(params: Iterable[torch.Tensor]) -> list[DedicatedModel]:
+    """The live dedicated models that own some of ``params``, in order of dedication. Local."""
+    ids = {id(p) for p in params}
+    return [dedicated for dedicated in _live_models() if any(id(param.rest) in ids for param in dedicated.params)]
+
+
 def drop_pending(params: Iterable[torch.Tensor]) -> None:
     """Forget the gradients of ``params`` that were not reduced, in every dedicated model. Local."""
     params = list(params)

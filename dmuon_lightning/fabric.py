@@ -57,6 +57,7 @@ class FabricStrategy(_Base):
         activation_checkpointing_policy: ModulePolicy | None = None,
         split: Splits | None = None,
         max_owned_bytes: int | None = None,
+        flops: Callable[[tuple[int, int]], int] | None = None,
     ) -> None:
         super().__init__(
             parallelize_fn=_never_called,
@@ -76,6 +77,7 @@ class FabricStrategy(_Base):
             master_dtype=master_dtype,
             split=split,
             max_owned_bytes=max_owned_bytes,
+            flops=flops,
         )
         self._backward_sync_control = self.backward_sync_control_class()
         self._modules: list[nn.Module] = []

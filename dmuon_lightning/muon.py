@@ -11,7 +11,7 @@ import torch.nn as nn
 from dmuon_core import Muon as CoreMuon
 from dmuon_core import OwnedTensor
 from dmuon_core.optim.muon import ParamsT
-from dmuon_core.optim.split import SplitRule, model_splits
+from dmuon_core.optim.split import SplitRule, carried, model_splits
 
 
 class Muon(CoreMuon):
@@ -39,8 +39,17 @@ class Muon(CoreMuon):
                     params, self._unsorted, self._unnamed = _split(trainable, _is_matrix), True, True
         # Which matrices a parameter stands for goes by its name, which is not known yet.
         super().__init__(params, *args, split=None if self._unnamed else split, **kwargs)
-        self.split = split
+        self.split = carried(split)
         if self._unsorted:
+            self.register_step_pre_hook(_refuse_unsorted)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in ("split", "_unsorted", "_unnamed")}
+        return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_unsorted" in state and self._unsorted:  # from copy or pickle, which leave hooks behind
             self.register_step_pre_hook(_refuse_unsorted)
 
     def sort_parameters(self, model: nn.Module, default: SplitRule | None = None) -> None:

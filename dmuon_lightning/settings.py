@@ -46,6 +46,7 @@ class Settings:
     master_dtype: torch.dtype | None = torch.float32
     split: Splits | None = None
     max_owned_bytes: int | None = None
+    flops: Callable[[tuple[int, int]], int] | None = None
 
     def __post_init__(self) -> None:
         if self.replicate_size < 1:

@@ -104,6 +104,7 @@ def dedicate_module(module: nn.Module, mesh: DeviceMesh, settings: Settings) -> 
         master_dtype=settings.master_dtype,
         split=settings.split,
         max_owned_bytes=settings.max_owned_bytes,
+        flops=settings.flops,
     )
     _prepared[dedicated] = preparation
     return dedicated

@@ -70,6 +70,7 @@ class TrainerStrategy(_Base):
         activation_checkpointing_policy: ModulePolicy | None = None,
         split: Splits | None = None,
         max_owned_bytes: int | None = None,
+        flops: Callable[[tuple[int, int]], int] | None = None,
     ) -> None:
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint,
@@ -88,6 +89,7 @@ class TrainerStrategy(_Base):
             master_dtype=master_dtype,
             split=split,
             max_owned_bytes=max_owned_bytes,
+            flops=flops,
         )
 
     def __repr__(self) -> str:
@@ -260,6 +262,8 @@ class DMuonStrategy(TrainerStrategy, ModelParallelStrategy):
         activation_checkpointing_policy: a set of module classes or a policy: those recompute their activations.
         split: which matrices a parameter stands for, such as ``{"*.qkv.weight": 3}``, as in :class:`dmuon_core.Muon`.
         max_owned_bytes: bound on the bytes of the matrices that one rank owns.
+        flops: FLOPs of the update of a matrix, by which owners are balanced, such as ``NewtonSchulzFlops(...)`` of
+            :mod:`dmuon_core` with the options of your Muon.
 
     Raises:
         MisconfigurationException: before training, for what cannot work.

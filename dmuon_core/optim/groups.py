@@ -17,6 +17,9 @@ from dmuon_core.owned_tensor import OwnedTensor
 from dmuon_core.registry import find_dedicated
 from dmuon_core.targets import muon_targets
 
+#: Of torch's optimizers. A group that was made for one of them must not lose them without a word.
+_STOCK_OPTIONS = ("amsgrad", "capturable", "differentiable", "foreach", "fused")
+
 
 def model_groups(
     model: nn.Module,
@@ -108,6 +111,8 @@ def complete_group(
     for key in group:
         if key in ALL_OPTIONS and key not in options:
             raise ValueError(_foreign_option(key, algorithm, where))
+        if key in _STOCK_OPTIONS and group[key]:
+            raise ValueError(f"Muon: {where} has {key}={group[key]!r}, which Muon does not support; leave it out")
     for key, default in options.items():
         if key not in group:
             value = defaults[default]

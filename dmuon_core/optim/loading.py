@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from dmuon_core.names import canonical_name
 from dmuon_core.optim.groups import group_label, param_label
 from dmuon_core.optim.local import zeros_for_state
-from dmuon_core.optim.options import GROUP_DEFAULTS
+from dmuon_core.optim.options import GROUP_DEFAULTS, check_options
 from dmuon_core.optim.update import MOMENTUM, SECOND, state_shapes
 from dmuon_core.owned_tensor import OwnedTensor, own_like
 
@@ -21,7 +21,7 @@ STATE_KEYS = {"muon": (MOMENTUM,), "adamw": ("step", "exp_avg", "exp_avg_sq")}
 _MORE_KEYS = {"muon": (SECOND,), "adamw": ()}
 #: Options that say what an update is made of and how it is computed. They stay as the optimizer was built, whatever a
 #: checkpoint says, which brings back numbers such as the learning rate.
-OWN_OPTIONS = ("split", "normuon", "batched", "compile", "ns_form")
+OWN_OPTIONS = ("split", "normuon", "batched", "compile", "ns_form", "ns_dtype")
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
@@ -35,8 +35,8 @@ def adopt_groups(saved: list[dict[str, Any]], current: list[dict[str, Any]]) -> 
     """Return the saved groups, with what stock ``torch.optim.Muon`` and ``AdamW`` do not save from ours.
 
     Raises:
-        ValueError: a saved group is of another algorithm, of an AdamW variant that Muon does not have, or of parameters
-            with other names.
+        ValueError: a saved group is of another algorithm, of an AdamW variant that Muon does not have, of parameters
+            with other names, or has an option that cannot be.
     """
     adopted = []
     for index, (theirs, ours) in enumerate(zip(saved, current, strict=True)):
@@ -45,7 +45,9 @@ def adopt_groups(saved: list[dict[str, Any]], current: list[dict[str, Any]]) -> 
             raise ValueError(f"Muon: {group_label(index)} {problem}")
         own_keys = ("algorithm", "name", *GROUP_DEFAULTS[ours["algorithm"]])
         kept = {key: ours[key] for key in OWN_OPTIONS if key in ours}
-        adopted.append({**{key: ours[key] for key in own_keys if key in ours}, **theirs, **kept})
+        group = {**{key: ours[key] for key in own_keys if key in ours}, **theirs, **kept}
+        check_options(group, f" of the saved {group_label(index)}")
+        adopted.append(group)
     return adopted
 
 
@@ -104,7 +106,8 @@ def check_loaded_state(groups: list[dict[str, Any]], state: Any) -> None:
                     name = param_label(group, position, group_label(index))
                     raise ValueError(
                         f"Muon: the loaded {key!r} of {name} has shape {tuple(value.shape)}, the parameter "
-                        f"needs {expected}; was the state saved from the same model, in the same order?"
+                        f"needs {expected}; was the state saved from the same model, in the same order, with the same "
+                        "split?"
                     )
 
 

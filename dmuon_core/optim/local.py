@@ -69,6 +69,11 @@ def state_problem(p: Tensor, state: dict[str, Any], shapes: Mapping[str, Sequenc
     for key, value in state.items():
         if key == "step" or not isinstance(value, Tensor):
             continue
+        if value.dtype != p.dtype:
+            return (
+                f"its state {key!r} has dtype {value.dtype}, the parameter {p.dtype}; build the optimizer after "
+                "changing a dtype, or reload its state with load_state_dict"
+            )
         other = shapes.get(key)
         here = local(p).shape if other is None else torch.Size(other)
         if (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any, overload
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from dmuon_core.optim import newton_schulz
 from dmuon_core.optim.adamw import adamw_state, adamw_update
+from dmuon_core.optim.cost import warn_of_balance
 from dmuon_core.optim.groups import complete_group, group_label, model_groups, param_label
 from dmuon_core.optim.loading import (
     adopt_groups,
@@ -22,10 +24,10 @@ from dmuon_core.optim.loading import (
     state_keys,
 )
 from dmuon_core.optim.local import gradient_problem, state_problem
-from dmuon_core.optim.options import GROUP_DEFAULTS, check_defaults
+from dmuon_core.optim.options import GROUP_DEFAULTS, check_defaults, options_problem
 from dmuon_core.optim.polar import Coefficients
 from dmuon_core.optim.qk_clip import QKClip
-from dmuon_core.optim.split import SplitRule, unmatched_patterns
+from dmuon_core.optim.split import SplitRule, carried, unmatched_patterns
 from dmuon_core.optim.update import AdjustLrFn, muon_state, muon_update, state_shapes
 from dmuon_core.registry import drop_pending, publishing_as_updated
 
@@ -106,6 +108,7 @@ class Muon(torch.optim.Optimizer):
     (decoupled weight decay, "match_rms_adamw").
     """
 
+    _balance_checked = False
     qk_clip: QKClip | None = None  # of the running program: not part of a pickled optimizer
 
     def __init__(
@@ -148,7 +151,7 @@ class Muon(torch.optim.Optimizer):
             "ns_dtype": ns_dtype,
             "ns_form": ns_form,
             "batched": batched,
-            "split": split,
+            "split": carried(split),
             "maximize": maximize,
             "cautious_weight_decay": cautious_weight_decay,
             "normuon": normuon,
@@ -197,14 +200,17 @@ class Muon(torch.optim.Optimizer):
         checked before the first parameter is written.
 
         Raises:
-            RuntimeError: a gradient or a state tensor does not fit its parameter; nothing was updated.
+            RuntimeError: a gradient or a state tensor does not fit its parameter; nothing was updated. Raised on the
+                rank that has it, and with ``qk_clip`` on all ranks; others would go on, because a step is local.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._preflight()
-        clip = self._start_clip()
+        clip = self._start_clip(self._find_problem())
+        if not self._balance_checked:  # now everything that could replace parameters or groups has done so
+            self._balance_checked = True
+            warn_of_balance(self.param_groups)
         with publishing_as_updated(p for group in self.param_groups for p in group["params"]) as updated:
             for group in self.param_groups:
                 if group["algorithm"] == "adamw":
@@ -219,17 +225,22 @@ class Muon(torch.optim.Optimizer):
         named = [zip(group.get("param_names", []), group["params"], strict=False) for group in self.param_groups]
         return dict(chain.from_iterable(named))
 
-    def _start_clip(self) -> Callable[[Tensor], None]:
+    def _start_clip(self, problem: str | None) -> Callable[[Tensor], None]:
         clip = self.qk_clip
         if clip is None:
+            if problem is not None:
+                raise RuntimeError(problem)
             return lambda p: None
         params = self._named_params()
-        factors = clip.take_factors(params)
+        factors = clip.take_factors(params, problem)
         names = {id(p): name for name, p in params.items()}
         return lambda p: clip.apply(names.get(id(p), ""), p, factors)
 
-    def _preflight(self) -> None:
+    def _find_problem(self) -> str | None:
+        """What keeps this rank from the step; None if nothing does. Local."""
         for index, group in enumerate(self.param_groups):
+            if problem := options_problem(group):
+                return f"{problem} in {group_label(index)}. No parameter was updated"
             for position, p in enumerate(group["params"]):
                 if p.grad is None:
                     continue
@@ -237,7 +248,8 @@ class Muon(torch.optim.Optimizer):
                 problem = gradient_problem(p, group["algorithm"]) or state_problem(p, state, shapes)
                 if problem:
                     name = param_label(group, position, group_label(index))
-                    raise RuntimeError(f"Muon: {name}: {problem}. No parameter was updated")
+                    return f"Muon: {name}: {problem}. No parameter was updated"
+        return None
 
     @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -280,6 +292,15 @@ class Muon(torch.optim.Optimizer):
             raise ValueError(
                 f"Muon: {problem}; build the optimizer with the same groups as when the state was saved"
             ) from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.qk_clip is not None:
+            warnings.warn(
+                "Muon: a copied or pickled optimizer has no QKClip, because logits are recorded with the one of this "
+                "program; set its attribute qk_clip",
+                stacklevel=4,
+            )
+        return super().__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # load_state_dict hands over matched groups and state before it changes the optimizer; unpickling,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 from collections.abc import Callable
@@ -71,6 +72,29 @@ def check_options(group: dict[str, Any], where: str = "", names: dict[str, str] 
             f"Muon: ns_form{where} must be 'direct' or 'auto' with ns_dtype=torch.bfloat16, got 'gram': its precision "
             "does not suffice; pass ns_dtype=torch.float32"
         )
+
+
+def options_problem(group: dict[str, Any]) -> str | None:
+    """What is wrong with the options of a complete group, also with one that was written into it later. Local.
+
+    Learning rate and weight decay, which change all the time and may be on a device, are not looked at.
+    """
+    left_out = ("lr", "weight_decay", "split")
+    names = [name for name in GROUP_DEFAULTS[group["algorithm"]] if name not in left_out]
+    values = (_as_tuples(v) if isinstance(v, tuple | list) else v for v in map(group.get, names))
+    try:
+        return _problem_of(group["algorithm"], tuple(zip(names, values, strict=True)))
+    except TypeError:  # something without a hash
+        return f"Muon: an option of algorithm={group['algorithm']!r} is of a wrong type"
+
+
+@functools.lru_cache(maxsize=256)
+def _problem_of(algorithm: str, options: tuple[tuple[str, Any], ...]) -> str | None:
+    try:
+        check_options({"algorithm": algorithm, "lr": 0.0, "weight_decay": 0.0, **dict(options)})
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _is_number(value: Any) -> bool:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
+from dmuon_core.optim.first_state import make_first_state, writes_into
 from dmuon_core.optim.groups import model_groups
 from dmuon_core.optim.local import gradient_problem, is_stepped_here, local
-from dmuon_core.optim.owned_state import gather_state, place_states, portable, restored
+from dmuon_core.optim.owned_state import gather_state, place_states, portable, restored, shielded
 from dmuon_core.owned_tensor import OwnedTensor
 from dmuon_core.registry import drop_pending
 
@@ -70,6 +72,9 @@ class OwnedOptimizer(torch.optim.Optimizer):
         for p in self._matrices():
             if not is_stepped_here(p):
                 self.matrix.state.pop(self._local[id(p)], None)  # made ahead, for a stand-in
+        self._writes = 0
+        self._is_new = True  # before the first step and before any state was loaded
+        self._made_state: list[tuple[torch.optim.Optimizer, dict[Any, Any], list[set[str]]]] = []
         self._building = True
         # Without defaults, which torch would fill into the groups of both.
         super().__init__([self._outer_group(group) for group in self._inner_groups()], {})
@@ -110,6 +115,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
                 raise RuntimeError(
                     f"OwnedOptimizer: parameter {self._names[id(p)]!r}: {problem}. No parameter was updated"
                 )
+        self._drop_made_state()
         self._push_options()
         stepped = [p for p in self._matrices() if p.grad is not None and is_stepped_here(p)]
         for p in stepped:
@@ -138,6 +144,43 @@ class OwnedOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none=set_to_none)
         drop_pending([p for group in self.param_groups for p in group["params"]])
 
+    def init_state(self) -> None:
+        """Before the first step: make the state that checkpoints load into or, with zeros, hold. Local.
+
+        The first step drops it again, unless state was loaded, so a run does not depend on whether it was asked for.
+        What is saved before the first step is this state; an optimizer that does something else in its first step than
+        later (SOAP chooses its bases) resumes from it as from a step with zero gradients.
+        """
+        if not self._is_new or self._made_state:
+            return
+        for p in self._matrices():
+            if is_stepped_here(p):
+                self._local[id(p)].data = local(p).detach()
+        for optimizer in (self.matrix, self.other):
+            if optimizer is None:
+                continue
+            before = {p: copy.deepcopy(state) for p, state in optimizer.state.items()}  # what it has made ahead
+            params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+            others = {id(self._local[id(p)]) for p in self._matrices() if not is_stepped_here(p)}
+            added = make_first_state(optimizer, [p for p in params if id(p) not in others])
+            self._made_state.append((optimizer, before, added))
+        self._writes = writes_into(self.matrix, self.other)
+        self._pull_options()
+        self._share_state(True)
+
+    def _drop_made_state(self) -> None:
+        outer_of = dict(zip(map(id, self._inner_groups()), self.param_groups, strict=True))
+        # State that was written into since, as by dcp.load, is loaded state, whatever was called afterwards.
+        made = [] if writes_into(self.matrix, self.other) != self._writes else self._made_state
+        for optimizer, before, added in made:
+            optimizer.state.clear()
+            optimizer.state.update(before)
+            for group, names in zip(optimizer.param_groups, added, strict=True):
+                for options in (group, outer_of[id(group)]):
+                    for name in names:
+                        options.pop(name, None)
+        self._is_new, self._made_state = False, []
+
     @torch._disable_dynamo
     def state_dict(self) -> dict[str, Any]:
         """The state of both optimizers, the same keys on every rank. Collective.
@@ -159,6 +202,11 @@ class OwnedOptimizer(torch.optim.Optimizer):
         finally:
             self.state, self.param_groups = own, groups
 
+    @torch._disable_dynamo
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` gave, or the like of a plain model, by position. Collective."""
+        super().load_state_dict({**state_dict, "state": shielded(state_dict["state"])})
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "defaults" in state:  # from copy or pickle
             raise TypeError("an OwnedOptimizer cannot be copied or pickled: save its state_dict()")
@@ -173,6 +221,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
                 for p in params:
                     if state["state"].get(p) and is_stepped_here(p):
                         optimizer.state[self._local.get(id(p), p)] = state["state"][p]
+        self._is_new, self._made_state = False, []
         self._push_options()
         self._share_state(bool(state["state"]))
 

@@ -44,6 +44,13 @@ class _Empty:
 
 
 @dataclass(frozen=True)
+class _Text:
+    """A string on its way through ``Optimizer.load_state_dict``, which would iterate over it as over a list."""
+
+    value: str
+
+
+@dataclass(frozen=True)
 class _Unfit:
     """Stands for what checkpoints cannot carry."""
 
@@ -146,7 +153,14 @@ def place_states(params: Sequence[Tensor], state: Any) -> None:
         state[p] = placed if is_stepped_here(p) else {}
 
 
+def shielded(state: Any) -> Any:
+    """State as ``Optimizer.load_state_dict`` leaves it whole; :func:`place_states` undoes it. Local."""
+    return tree_map(lambda leaf: _Text(leaf) if isinstance(leaf, str) else leaf, state)
+
+
 def _placed(leaf: Any, p: Tensor) -> Any:
+    if isinstance(leaf, _Text):
+        return leaf.value
     if not isinstance(leaf, Tensor) or leaf.ndim == 0:
         return leaf
     if leaf.numel() == 0:

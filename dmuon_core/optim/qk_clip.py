@@ -48,7 +48,8 @@ class QKClip:
     those times ``threshold / S_h``: key and query rows by the square root of it each. Key heads that serve several
     query heads are scaled for the largest, and each of their query heads by what is left to do for it.
 
-    With it ``Muon.step`` issues one small all-reduce for each dimension of the mesh: one float32 a head.
+    With it ``Muon.step`` issues one small all-reduce for each dimension of the mesh: one float32 a head, and one that
+    tells all ranks if a rank cannot step.
 
     Args:
         layers: a :class:`QKLayer` for each layer, by a name of your choice.
@@ -119,25 +120,34 @@ class QKClip:
                     rows.setdefault(fqn, []).append((name, role, start, head_dim))
         self._rows = rows
 
-    def take_factors(self, params: Mapping[str, Tensor]) -> dict[tuple[str, str], Tensor]:
+    def take_factors(self, params: Mapping[str, Tensor], problem: str | None = None) -> dict[tuple[str, str], Tensor]:
         """The factor of every head, by layer and "query" or "key"; forgets what was recorded. Collective.
 
-        Every rank must call it, whether it has recorded or not.
+        Every rank must call it, whether it has recorded or not, and whether it can step or has a ``problem``.
+
+        Raises:
+            RuntimeError: a rank has a problem; on all of them, and what was recorded is kept.
         """
         first = params[next(iter(self._rows))]
         parts = []
         for name, layer in self.layers.items():
             nothing = torch.full((layer.heads,), -torch.inf, device=first.device)
             parts.append(self._largest.get(name, nothing).to(first.device))
-        self._largest = {}
+        # The last one is no head: it brings word of a problem without a collective of its own.
+        parts.append(torch.full((1,), 0.0 if problem is None else 1.0, device=first.device))
         largest = torch.cat(parts)
         mesh = next((p.device_mesh for p in params.values() if isinstance(p, OwnedTensor)), None)
         for dim in range(0 if mesh is None else mesh.ndim):
             assert mesh is not None
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+        if problem is not None or (mesh is not None and largest[-1] > 0):
+            raise RuntimeError(
+                problem or "Muon: another rank cannot take this step, see its error. No parameter was updated"
+            )
+        self._largest = {}
         factors: dict[tuple[str, str], Tensor] = {}
         counts = [layer.heads for layer in self.layers.values()]
-        for (name, layer), most in zip(self.layers.items(), largest.split(counts), strict=True):
+        for (name, layer), most in zip(self.layers.items(), largest[:-1].split(counts), strict=True):
             factor = torch.where(most > self.threshold, self.threshold / most, 1.0)
             key = factor.view(layer.key_heads or layer.heads, -1).amin(1).sqrt()
             factors[name, "key"] = key

@@ -5,8 +5,10 @@ from __future__ import annotations
 import fnmatch
 import functools
 import math
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
@@ -149,6 +151,42 @@ def resolve_split(rule: SplitRule | None, name: str, p: Tensor) -> str | None:
         spec = f"rows:{','.join(map(str, spec))}"
     parse_split(spec, tuple(p.shape), repr(name) if name else "a parameter")
     return spec
+
+
+class CarriedRule:
+    """A rule that is a function, in an optimizer that may be pickled, which a lambda may not.
+
+    A copy has the function itself. So has what is unpickled, if the function can be found by its name; else it knows
+    the split of the parameters that it holds, as that is kept as text, and refuses to guess that of others.
+    """
+
+    def __init__(self, rule: Callable[[str, Tensor], SplitSpec | None]) -> None:
+        self.rule = rule
+
+    def __call__(self, name: str, p: Tensor) -> SplitSpec | None:
+        return self.rule(name, p)
+
+    def __deepcopy__(self, memo: Any) -> CarriedRule:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        try:
+            pickle.dumps(self.rule)
+        except (pickle.PicklingError, AttributeError, TypeError):
+            return CarriedRule, (_lost_rule,)
+        return CarriedRule, (self.rule,)
+
+
+def carried(rule: SplitRule | None) -> SplitRule | None:
+    """``rule`` in a form that an optimizer can keep. Local."""
+    return CarriedRule(rule) if callable(rule) and not isinstance(rule, CarriedRule) else rule
+
+
+def _lost_rule(name: str, p: Tensor) -> SplitSpec | None:
+    raise ValueError(
+        f"Muon: how to split {repr(name) if name else 'a parameter'} is not known, because this optimizer was "
+        'unpickled and its split was a function without a name in a module; give the new group a "split" of its own'
+    )
 
 
 def unmatched_patterns(rule: SplitRule | None, names: Sequence[str]) -> list[str]:

@@ -43,6 +43,7 @@ _ELSEWHERE = {
     "replicate_mesh": "set parallelism_config (dp_replicate_size and dp_shard_size) of Accelerate instead",
     "mp_policy": "set mixed_precision of Accelerate instead",
     "reshard_after_forward": "set fsdp_config (fsdp_reshard_after_forward) of Accelerate instead",
+    "flops": "it follows from ns_form, ns_steps, ns_dtype and ns_coefficients",
     "qk_clip": "it observes a model, so build it in the script: Muon(model, qk_clip=QKClip(...))",
 }
 

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import StateDictType
 
 from dmuon_core import DedicatedModel, OwnedTensor, dedicate_params
+from dmuon_core.optim.cost import flops_of
 from dmuon_lightning.accelerate.config import boundary_predicate
 from dmuon_lightning.summary import describe
 
@@ -76,6 +77,7 @@ def convert(plugin: DMuonPlugin, model: nn.Module) -> DedicatedModel:
         # With mixed precision Accelerate raises whatever is trained to float32.
         master_dtype=torch.float32 if master is None and state.mixed_precision != "no" else master,
         split=plugin.muon.get("split"),
+        flops=flops_of(plugin.muon),
         max_owned_bytes=plugin.max_owned_bytes,
         sync_module_states=bool(plugin.sync_module_states) and not first_rank_only,
     )

@@ -27,6 +27,7 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
 from dmuon_core import OwnedTensor, default_boundaries
+from dmuon_core.optim.cost import flops_of
 from dmuon_core.plan import Plan, make_plan
 from dmuon_core.registry import find_dedicated
 from dmuon_core.targets import muon_targets
@@ -217,5 +218,5 @@ class DMuonPlugin(FullyShardedDataParallelPlugin):
         return make_plan(
             model, self.targets_in(model), boundary_predicate(self.hook_boundary_predicate, model),
             self.hook_boundary_strict, shard_size=1, replicate_size=1, device=None, master_dtype=self.master_dtype,
-            split=self.muon.get("split"), max_owned_bytes=None,
+            split=self.muon.get("split"), max_owned_bytes=None, flops=flops_of(self.muon),
         )  # fmt: skip

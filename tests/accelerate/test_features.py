@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from dmuon_core import get_dedicated
+from dmuon_core.partition import newton_schulz_flops
 from tests.accelerate.runs import OPTIONS, Setup, accelerator_for, build, difference, forget_accelerator, steps, train
 from tests.accelerate.test_training import check
 from tests.distributed.harness import capture_error, run_distributed
@@ -122,7 +124,9 @@ def _scheduler(folder: str) -> dict[str, Any]:
 
 def _clip_by_value(folder: str) -> dict[str, Any]:
     forget_accelerator()
-    accelerator, model, _ = build(Recipe(), Setup())
+    accelerator, model, _ = build(Recipe(), Setup(plugin={"muon": {"ns_steps": 7}}))
+    owners = get_dedicated(model).assignment  # balanced by the options that the plugin knows
+    assert owners.costs == tuple(newton_schulz_flops(spec.shape, 7) for spec in owners.specs)
     accelerator.backward(_rows().loss(model))
     before = full_grads(model)
     error = capture_error(accelerator.clip_grad_value_, model.parameters(), 1e-3)

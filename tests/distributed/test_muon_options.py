@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 import dmuon_core
 from dmuon_core.optim import Muon, QKClip, QKLayer
 from tests.distributed.counting import CountCollectives
-from tests.distributed.harness import run_distributed
+from tests.distributed.harness import capture_error, run_distributed
 from tests.distributed.reference import assert_close, full
 
 DIM, HEADS, EXPERTS, ROWS, STEPS = 6, 2, 3, 8, 3
@@ -199,3 +199,30 @@ def test_state_of_normuon_goes_into_any_layout(tmp_path):
     for world, replicas, one_file in ((4, 2, False), (2, 1, True), (1, 1, False)):
         for got in run_distributed(_resume, world, str(tmp_path), replicas, one_file):
             assert_close(got, want, 2e-5, f"{world} processes")
+
+
+def _refuse_on_one_rank(replicas: int) -> tuple[str, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model, optimizer = build(replicas, OPTIONS["gram, clipped"])
+    owned = [p for p in optimizer.param_groups[0]["params"] if p.is_home]
+    if dist.get_rank() == 1:
+        optimizer.state[owned[-1]]["momentum_buffer"] = torch.zeros(1)
+    tokens, targets = rows(0, dist.get_rank(), dist.get_world_size())
+    nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
+    for name, block in enumerate(model.blocks):
+        optimizer.qk_clip.record(str(name), block.logits)
+    before = [full(p.detach()).clone() for p in model.parameters()]
+    error = capture_error(optimizer.step)
+    assert all(torch.equal(full(p.detach()), b) for p, b in zip(model.parameters(), before, strict=True))
+    optimizer.state.clear()
+    optimizer.step()  # clips by what was recorded before
+    return error.message if error else "", tensors_of(model, optimizer)
+
+
+@pytest.mark.parametrize(("world", "replicas"), [(2, 1), (4, 2)])
+def test_an_error_on_one_rank_is_one_on_all_with_qk_clip(world, replicas):
+    want = one_process(OPTIONS["gram, clipped"], 1)
+    for rank, (message, got) in enumerate(run_distributed(_refuse_on_one_rank, world, replicas, timeout=60)):
+        said = "its state 'momentum_buffer' has shape" if rank == 1 else "another rank cannot take this step"
+        assert said in message and "No parameter was updated" in message
+        assert_close(got, want, 1e-5, f"rank {rank}")

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils._pytree import tree_map
 
-from dmuon_core import OwnedOptimizer, OwnedTensor, check_invariants, clip_grad_norm_
+from dmuon_core import OwnedOptimizer, OwnedTensor, check_invariants, clip_grad_norm_, no_sync
 from tests.distributed.counting import CountCollectives
 from tests.distributed.harness import run_distributed
 from tests.distributed.models import MODELS
@@ -342,3 +342,134 @@ def test_the_closure_runs_once_with_gradients():
     assert optimizer.step(closure) is calls[0] and len(calls) == 1
     after = full_weights(model)
     assert all(not torch.equal(after[name], before[name]) for name in ("tok_emb.weight", "blocks.0.attn.q.weight"))
+
+
+def look(model: nn.Module, optimizer: OwnedOptimizer) -> None:
+    """Asks for a checkpoint's state, which must change nothing."""
+    weights = full_weights(model)
+    grads = {id(p): p.grad for p in model.parameters()}
+    options = copy.deepcopy([{k: v for k, v in g.items() if k != "params"} for g in optimizer.matrix.param_groups])
+    state = get_optimizer_state_dict(model, optimizer)["state"]
+    assert_equal(full_weights(model), weights, "weights")
+    assert all(p.grad is grads[id(p)] for p in model.parameters())
+    for group, before in zip(optimizer.matrix.param_groups, options, strict=True):
+        # A count that the first step adds is there, so that one can be loaded.
+        assert {"step": 0, **before} == {"step": 0, **{k: v for k, v in group.items() if k != "params"}}
+    for fqn in dict(model.named_parameters()):
+        assert state[fqn], fqn
+        assert not full(torch.as_tensor(state[fqn].get("step", 0))).any()
+        for key in ("exp_avg", "exp_avg_sq", "sum"):
+            assert key not in state[fqn] or not full(state[fqn][key]).any()
+
+
+class Ahead(Peculiar):
+    """Of this one alone there is state before the first step."""
+
+
+def _look_before_the_first_step() -> None:
+    for make in (*MATRIX.values(), Ahead):
+        runs = []
+        for looks in (False, True):
+            torch.manual_seed(0)
+            model = MODELS["gpt"]()
+            dedicate(model, default_targets=True)
+            optimizer = OwnedOptimizer(model, make, adamw)
+            rank, world = dist.get_rank(), dist.get_world_size()
+            if looks:
+                look(model, optimizer)
+                torch.manual_seed(1)
+            with no_sync(model):
+                Rows("gpt", 9, 0, rank, world).loss(model).backward()
+            if looks:
+                look(model, optimizer)
+            Rows("gpt", 8, 0, rank, world).loss(model).backward()
+            if looks:
+                look(model, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            trained, saved = train(model, optimizer, rank, world), optimizer.state_dict()
+            runs.append((trained, whole(saved["state"]), saved["param_groups"]))
+        assert_equal(runs[1][0], runs[0][0], f"{make.__name__}: weights")
+        torch.testing.assert_close(runs[1][1], runs[0][1], rtol=0, atol=0)
+        assert runs[1][2] == runs[0][2]
+
+
+def test_a_look_before_the_first_step_changes_nothing():
+    pytest.importorskip("pytorch_optimizer")
+    run_distributed(_look_before_the_first_step, 2)
+
+
+def _load_into_a_fresh_one(folder: str) -> None:
+    """State that one of two optimizers makes ahead must not hide that of the other."""
+    results = []
+    for resumed in ("", "set", "in place"):
+        torch.manual_seed(0)
+        model = MODELS["gpt"]()
+        dedicate(model, default_targets=True)
+        optimizer = OwnedOptimizer(model, Ahead, adamw)
+        if not resumed:
+            feed(model, optimizer, range(2))
+            state = {"m": model.state_dict(), "o": get_optimizer_state_dict(model, optimizer)}
+            dcp.save(state, checkpoint_id=folder)
+        else:
+            state = {"m": model.state_dict(), "o": get_optimizer_state_dict(model, optimizer)}
+            dcp.load(state, checkpoint_id=folder)
+            model.load_state_dict(state["m"])
+            if resumed == "set":
+                set_optimizer_state_dict(model, optimizer, state["o"])
+        results.append(feed(model, optimizer, range(2, 4)))
+    assert_equal(results[1], results[0], "resumed")
+    # Tensors were loaded into the state itself, which the first step then must not drop.
+    assert_equal(results[2], results[0], "resumed in place")
+
+
+def test_state_made_ahead_does_not_hide_that_of_the_other(tmp_path):
+    run_distributed(_load_into_a_fresh_one, 2, str(tmp_path))
+
+
+class Wordy(Peculiar):
+    """Keeps strings in its state, alone and nested."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                words = self.state[p].setdefault("words", ("ab", ["cd,e"], {"f": "gh"}))
+                assert words == ("ab", ["cd,e"], {"f": "gh"})
+                self.state[p]["word"] = "s"
+        super().step()
+
+
+def kron(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return pytest.importorskip("pytorch_optimizer").Kron(params, lr=1e-3)  # keeps the equations of its einsums
+
+
+def _strings(folder: str) -> None:
+    for make in (Wordy, kron):
+        found = []
+        for resumed in (False, True):
+            torch.manual_seed(0)
+            model = MODELS["gpt"]()
+            dedicate(model, default_targets=True)
+            optimizer = OwnedOptimizer(model, make, adamw)
+            if not resumed:
+                feed(model, optimizer, range(2))
+            state = {"o": get_optimizer_state_dict(model, optimizer)}
+            if not resumed:
+                dcp.save(state, checkpoint_id=f"{folder}/{make.__name__}")
+            else:
+                dcp.load(state, checkpoint_id=f"{folder}/{make.__name__}")
+                set_optimizer_state_dict(model, optimizer, state["o"])
+            found.append([copy.deepcopy(dict(optimizer.matrix.state[p])) for p in optimizer.matrix.state])
+            assert found[0]
+            feed(model, optimizer, range(2, 4))
+        for before, after in zip(*found, strict=True):
+            assert before.keys() == after.keys()
+            for key, value in before.items():
+                same = torch.equal(value, after[key]) if isinstance(value, Tensor) else str(value) == str(after[key])
+                assert same, (make.__name__, key)
+
+
+def test_strings_in_the_state_come_back(tmp_path):
+    pytest.importorskip("pytorch_optimizer")
+    run_distributed(_strings, 2, str(tmp_path))

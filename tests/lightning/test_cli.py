@@ -13,6 +13,7 @@ from lightning.pytorch.cli import LightningCLI
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
 
+from dmuon_core import NewtonSchulzFlops
 from dmuon_lightning import DMuonStrategy, Muon
 from tests.distributed.harness import run_distributed
 from tests.lightning import modules
@@ -46,12 +47,17 @@ STRATEGIES: list[tuple[Any, dict[str, Any]]] = [
     ),
     (
         {
+            "flops": {
+                "class_path": "dmuon_core.NewtonSchulzFlops",
+                "init_args": {"ns_dtype": "float32", "ns_form": "auto"},
+            },
             "predicate": f"{MODULES}.dataset",
             "hook_boundary_predicate": f"{MODULES}.loader",
             "master_dtype": "torch.bfloat16",
             "mp_policy": {"param_dtype": "torch.bfloat16", "reduce_dtype": "torch.float32"},
         },
         {
+            "flops": NewtonSchulzFlops(ns_dtype=torch.float32, ns_form="auto"),
             "predicate": modules.dataset,
             "hook_boundary_predicate": modules.loader,
             "master_dtype": torch.bfloat16,

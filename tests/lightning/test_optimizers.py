@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -246,12 +247,12 @@ def _all_messages() -> dict[str, list[str]]:
         "foreign": _messages("Net", with_a_stranger),
         "complete": _messages("Net", core_muon),
         "without owner": _messages("EarlyOptimizerNet", head_by_muon),
-        "unsorted": [_step_unsorted()],
+        "unsorted": [_step_unsorted(), _step_unsorted(copy.deepcopy)],
     }
 
 
-def _step_unsorted() -> str:
-    error = capture_error(from_parameters(modules.Net()).step)
+def _step_unsorted(changed: Callable[[Any], Any] = lambda optimizer: optimizer) -> str:
+    error = capture_error(changed(from_parameters(modules.Net())).step)
     return error.message if error else ""
 
 
@@ -270,7 +271,7 @@ def test_what_is_not_trained_is_named() -> None:
         [refused] = said["without owner"]
         assert refused.startswith("MisconfigurationException: Muon is to train 'head.weight'")
         assert "predicate" in refused
-        assert "no DMuonStrategy has told it" in said["unsorted"][0]
+        assert all("no DMuonStrategy has told it" in message for message in said["unsorted"])
 
 
 class _Experts(nn.Module):
@@ -300,8 +301,11 @@ def _same_matrices(split: Any, in_optimizer: bool) -> None:
         torch.manual_seed(0)
         model = _Experts()
         optimizer = Muon(model.parameters(), **options) if form == "early" else None
-        settings = Settings(predicate=["stack.*", "fused.*"], split=None if in_optimizer else split)
-        shard_module(model, init_device_mesh("cpu", (2,)), settings)
+        settings = Settings(
+            predicate=["stack.*", "fused.*"], split=None if in_optimizer else split, flops=lambda shape: shape[0]
+        )
+        dedicated = shard_module(model, init_device_mesh("cpu", (2,)), settings)
+        assert dedicated.assignment.costs == tuple(sum(m for m, _ in s.parts) for s in dedicated.assignment.specs)
         optimizer = optimizer or Muon(model if form == "model" else model.parameters(), **options)
         rebind([optimizer], model)
         model(torch.ones(5, 6)).square().sum().backward()

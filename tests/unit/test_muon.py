@@ -52,7 +52,18 @@ def assert_same_training(
 
 @pytest.mark.parametrize("adjust_lr_fn", [None, "original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("options", [{}, {"momentum": 0.0}, {"weight_decay": 0.0}, {"lr": 0.0}, {"ns_steps": 1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"momentum": 0.0},
+        {"weight_decay": 0.0},
+        {"lr": 0.0},
+        {"ns_steps": 1},
+        {"eps": 1.0},
+        {"ns_coefficients": (2.0, -1.5, 0.5)},
+    ],
+)
 def test_muon_groups_equal_stock_bit_for_bit(adjust_lr_fn, nesterov, options):
     options = {"lr": 0.02, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn, **options}
     assert_same_training(lambda p: Muon(p, **options), lambda p: torch.optim.Muon(p, **options))

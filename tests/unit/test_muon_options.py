@@ -248,7 +248,7 @@ def test_unfit_normuon_state_leaves_everything_untouched():
     optimizer = Muon([("a", p), ("b", q)], normuon=True)
     p.grad, q.grad = gradient((4, 6), 0, 0), gradient((4, 6), 1, 0)
     optimizer.step()
-    optimizer.state[q]["second_momentum_buffer"] = torch.zeros(6, 1)
+    optimizer.state[q]["second_momentum_buffer"] = randn(6, 1)
     before = [t.clone() for t in (p.detach(), q.detach(), optimizer.state[p]["momentum_buffer"])]
     with pytest.raises(RuntimeError, match=r"'b': its state 'second_momentum_buffer' has shape \(6, 1\).*No parameter"):
         optimizer.step()

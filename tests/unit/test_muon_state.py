@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from dmuon_core.optim import Muon
+from dmuon_core.optim import Muon, QKClip, QKLayer
 
 
 def build(**options: Any) -> tuple[list[nn.Parameter], Muon]:
@@ -57,11 +57,11 @@ def test_resuming_equals_training_on():
 
 
 def test_loading_brings_the_saved_options():
-    _, optimizer = build(momentum=0.5, ns_dtype=torch.float32, adamw_betas=(0.5, 0.6))
+    _, optimizer = build(momentum=0.5, ns_steps=3, adamw_betas=(0.5, 0.6))
     _, other = build()
     other.load_state_dict(through_file(optimizer.state_dict()))
     muon, adamw = other.param_groups
-    assert (muon["momentum"], muon["ns_dtype"], adamw["betas"]) == (0.5, "float32", (0.5, 0.6))
+    assert (muon["momentum"], muon["ns_steps"], adamw["betas"]) == (0.5, 3, (0.5, 0.6))
     assert "momentum" not in adamw
 
 
@@ -193,3 +193,154 @@ def test_what_an_update_is_made_of_stays_as_it_was_built(saved: bool, now: bool)
     other.grad = torch.ones(3, 4)
     resumed.step()
     assert ("second_momentum_buffer" in resumed.state[other]) is now
+
+
+# --------------------------------------------------------------------------------------------------- copies and pickles
+
+
+def by_name(name: str, p: torch.Tensor) -> int | None:
+    return 2 if name == "a" else None
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+@pytest.mark.parametrize("rule", [by_name, lambda name, p: by_name(name, p), {"a": 2}, None])
+def test_copies_and_pickles_step_as_the_optimizer_does(how, rule):
+    torch.manual_seed(0)
+    optimizer = Muon([("a", nn.Parameter(torch.randn(4, 6))), ("b", nn.Parameter(torch.randn(3, 2)))], split=rule)
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.randn(p.shape)
+    optimizer.step()
+    other = how(optimizer)
+    assert other.param_groups[0]["split"] == optimizer.param_groups[0]["split"]
+    for p, q in zip(optimizer.param_groups[0]["params"], other.param_groups[0]["params"], strict=True):
+        p.grad = torch.randn(p.shape)
+        q.grad = p.grad.clone()
+    optimizer.step()
+    other.step()
+    for p, q in zip(optimizer.param_groups[0]["params"], other.param_groups[0]["params"], strict=True):
+        assert p is not q and torch.equal(p, q)
+        assert torch.equal(optimizer.state[p]["momentum_buffer"], other.state[q]["momentum_buffer"])
+    added = {"params": [("a", nn.Parameter(torch.randn(4, 6)))]}
+    if how is not copy.deepcopy and callable(rule) and rule is not by_name:
+        with pytest.raises(ValueError, match=r"how to split 'a' is not known.*unpickled.*\"split\" of its own"):
+            other.add_param_group(dict(added))
+        other.add_param_group({**added, "split": 4})
+        assert other.param_groups[1]["split"] == ("rows:4",)
+    else:
+        other.add_param_group(added)
+        assert other.param_groups[1]["split"] == (("rows:2",) if rule else None)
+
+
+def test_a_copy_says_that_it_does_not_clip():
+    params = [("q", nn.Parameter(torch.ones(4, 3))), ("k", nn.Parameter(torch.ones(4, 3)))]
+    clip = QKClip({"layer": QKLayer("q", "k", 2)}, threshold=1.0)
+    with pytest.warns(UserWarning, match="has no QKClip.*set its attribute qk_clip"):
+        other = copy.deepcopy(Muon(params, qk_clip=clip))
+    other.qk_clip = clip
+    clip.record("layer", torch.tensor([1.0, 4.0]))
+    other.step()
+    assert torch.equal(other.param_groups[0]["params"][0][:, 0], torch.tensor([1.0, 1.0, 0.5, 0.5]))
+
+
+# -------------------------------------------------------------------------------------- what no constructor has checked
+
+
+def stepped(**options: Any) -> tuple[nn.Parameter, Muon]:
+    p = nn.Parameter(torch.ones(4, 12))
+    optimizer = Muon([("w", p)], **options)
+    p.grad = torch.ones(4, 12)
+    optimizer.step()
+    return p, optimizer
+
+
+def test_how_updates_are_computed_stays_when_another_run_is_loaded():
+    _, saved = stepped(lr=0.5)
+    _, optimizer = stepped(ns_form="gram", ns_dtype=torch.float32)
+    optimizer.load_state_dict(saved.state_dict())
+    group = optimizer.param_groups[0]
+    assert (group["ns_form"], group["ns_dtype"], group["lr"]) == ("gram", "float32", 0.5)
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("name", "value"), [("momentum", 3.0), ("ns_steps", -1), ("adjust_lr_fn", "all")])
+def test_an_option_that_cannot_be_is_not_loaded(name, value):
+    p, optimizer = stepped()
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0] |= {name: value, "lr": 0.7}
+    before = optimizer.state[p]["momentum_buffer"].clone()
+    saved["state"][0]["momentum_buffer"] += 1
+    with pytest.raises(ValueError, match=f"{name} of the saved parameter group 0 must be"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 1e-3 and torch.equal(optimizer.state[p]["momentum_buffer"], before)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("ns_form", "gram", "ns_form must be 'direct' or 'auto' with ns_dtype=torch.bfloat16"),
+        ("momentum", 1.0, r"momentum must be a number in \[0, 1\), got 1.0"),
+        ("ns_coefficients", [(1.0, 2.0)], "ns_coefficients must be three finite numbers"),
+        ("ns_coefficients", {}, "ns_coefficients|wrong type"),
+    ],
+)
+def test_an_option_set_later_is_checked_before_anything_is_written(name, value, message):
+    p, optimizer = stepped()
+    before = [p.detach().clone(), optimizer.state[p]["momentum_buffer"].clone()]
+    optimizer.param_groups[0][name] = value
+    with pytest.raises(RuntimeError, match=f"{message}.* in parameter group 0. No parameter was updated"):
+        optimizer.step()
+    assert torch.equal(p, before[0]) and torch.equal(optimizer.state[p]["momentum_buffer"], before[1])
+
+
+def test_coefficients_may_be_set_later_as_lists():
+    p, optimizer = stepped()
+    q, other = stepped()
+    optimizer.param_groups[0]["ns_coefficients"] = [[2.0, -1.5, 0.5]]
+    other.param_groups[0]["ns_coefficients"] = (2.0, -1.5, 0.5)
+    optimizer.step()
+    other.step()
+    assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize(("algorithm", "key"), [("muon", "momentum_buffer"), ("adamw", "exp_avg")])
+def test_state_of_another_dtype_is_named(algorithm, key):
+    p, first = (nn.Parameter(torch.ones(4, 6)) for _ in range(2))
+    optimizer = Muon([{"params": [("first", first), ("w", p)], "algorithm": algorithm}])
+    p.grad, first.grad = torch.ones(4, 6), torch.ones(4, 6)
+    optimizer.step()
+    optimizer.state[p][key] = optimizer.state[p][key].double()
+    before = first.detach().clone()
+    with pytest.raises(RuntimeError, match=f"'w': its state '{key}' has dtype torch.float64.*No parameter was updated"):
+        optimizer.step()
+    assert torch.equal(first, before)
+
+
+@pytest.mark.parametrize("name", ["amsgrad", "capturable", "differentiable", "foreach", "fused"])
+def test_options_of_stock_optimizers_are_not_ignored(name):
+    group = {"params": [nn.Parameter(torch.ones(3))], "algorithm": "adamw"}
+    with pytest.raises(ValueError, match=f"parameter group 0 has {name}=True, which Muon does not support"):
+        Muon([{**group, name: True}])
+    Muon([{**group, name: False}])  # as a group of a stock optimizer has it
+
+
+def test_groups_without_parameters_step_and_save():
+    p = nn.Parameter(torch.ones(3, 3))
+    optimizer = Muon([{"params": []}, {"params": [p]}, {"params": [], "algorithm": "adamw"}])
+    p.grad = torch.ones(3, 3)
+    optimizer.step()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.step()
+    assert [len(group["params"]) for group in optimizer.param_groups] == [0, 1, 0]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("batched", [True, False])
+def test_a_bad_gradient_stays_in_its_matrix(bad, batched):
+    """As in torch.optim.Muon it is not looked for; but the matrices of a batch do not share it."""
+    spoiled, sound, alone = (nn.Parameter(torch.ones(4, 6)) for _ in range(3))
+    optimizer = Muon([spoiled, sound], batched=batched, ns_dtype=torch.float32)
+    spoiled.grad, sound.grad, alone.grad = torch.full((4, 6), bad), torch.eye(4, 6), torch.eye(4, 6)
+    optimizer.step()
+    Muon([alone], ns_dtype=torch.float32).step()
+    assert spoiled.isnan().all()
+    torch.testing.assert_close(sound, alone, rtol=0, atol=1e-8)
