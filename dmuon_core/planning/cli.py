@@ -8,11 +8,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 
+from dmuon_core.optim.cost import NewtonSchulzFlops
+from dmuon_core.optim.newton_schulz import STEPS
+from dmuon_core.optim.polar import ScheduleName
 from dmuon_core.planning.hardware import Hardware, parse_hardware, parse_quantity
 from dmuon_core.planning.layout import Layout
 from dmuon_core.planning.measure import Probe, measure
@@ -66,6 +69,10 @@ def _add_plan(commands: Any) -> None:
     options.add_argument("--reduce-dtype", choices=_DTYPES, help="as in MixedPrecisionPolicy")
     options.add_argument("--master-dtype", choices=[*_DTYPES, "none"], default="float32", help="as in dedicate_params")
     options.add_argument("--max-owned", help="as max_owned_bytes of dedicate_params, such as 2GB")
+    options.add_argument("--ns-form", choices=("direct", "gram", "auto"), default="direct", help="as in Muon")
+    options.add_argument("--ns-dtype", choices=_DTYPES, default="bfloat16", help="as in Muon")
+    options.add_argument("--ns-steps", type=int, default=STEPS, help="as in Muon")
+    options.add_argument("--ns-coefficients", choices=get_args(ScheduleName), default="quintic", help="as in Muon")
     options.add_argument("--normuon", action="store_true")
     options.add_argument(
         "--expert-share", type=float, help="share of tokens that one routed expert sees, such as 0.0625"
@@ -136,7 +143,8 @@ def _choose(
 
 
 def _layout(parsed: argparse.Namespace) -> Layout:
-    dtypes = (_DTYPES.get(parsed.param_dtype), _DTYPES.get(parsed.reduce_dtype))
+    flops = NewtonSchulzFlops(parsed.ns_coefficients, parsed.ns_steps, parsed.ns_dtype, parsed.ns_form)
+    options = (_DTYPES.get(parsed.param_dtype), _DTYPES.get(parsed.reduce_dtype), flops)
     if parsed.shard is None and parsed.devices is None:
         raise ValueError("the mesh is missing: give --shard G [--replicate R], or --devices N")
     if parsed.shard is None and parsed.replicate is not None:
@@ -146,8 +154,8 @@ def _layout(parsed: argparse.Namespace) -> Layout:
     if parsed.shard is None:
         node = parsed.per_node
         shard = node if parsed.devices % node == 0 else parsed.devices
-        return Layout(shard, parsed.devices // shard, True, *dtypes)
-    layout = Layout(parsed.shard, 1 if parsed.replicate is None else parsed.replicate, True, *dtypes)
+        return Layout(shard, parsed.devices // shard, True, *options)
+    layout = Layout(parsed.shard, 1 if parsed.replicate is None else parsed.replicate, True, *options)
     if parsed.devices is not None and parsed.devices != layout.ranks:
         raise ValueError(
             f"--shard {layout.shard} x --replicate {layout.replicate} are {layout.ranks} ranks, not "

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 import torch
 
 from dmuon_core.assignment import Assignment, MatrixSpec
 from dmuon_core.comm import TAG_NUMEL
+from dmuon_core.optim.cost import NewtonSchulzFlops
 from dmuon_core.partition import compute_balanced_assignment
 from dmuon_core.planning.shapes import ModelShapes, Weight
 
@@ -20,6 +21,7 @@ class Layout:
 
     Attributes:
         param_dtype, reduce_dtype: as in ``MixedPrecisionPolicy``; None for its defaults.
+        flops: of an update, as in `dedicate_params`.
     """
 
     shard: int
@@ -27,6 +29,7 @@ class Layout:
     zero3: bool = True
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    flops: NewtonSchulzFlops = field(default_factory=NewtonSchulzFlops)
 
     def __post_init__(self) -> None:
         if self.shard < 1 or self.replicate < 1:
@@ -154,9 +157,14 @@ def place(shapes: ModelShapes, layout: Layout, max_owned_bytes: int | None = Non
     for weight in shapes.weights:
         if not weight.owned and not weight.shape:
             raise ValueError(f"'{weight.fqn}' is a scalar, which FSDP2 does not shard: give it the shape [1]")
-    return Placed(shapes, layout, _assign(shapes.matrices, layout.shard, layout.replicate, max_owned_bytes))
+    mesh = (layout.shard, layout.replicate)
+    return Placed(shapes, layout, _assign(shapes.matrices, *mesh, layout.flops, max_owned_bytes))
 
 
 @lru_cache(maxsize=64)
-def _assign(matrices: tuple[MatrixSpec, ...], shard: int, replicate: int, max_owned_bytes: int | None) -> Assignment:
-    return compute_balanced_assignment(matrices, shard * replicate, shard_size=shard, max_owned_bytes=max_owned_bytes)
+def _assign(
+    matrices: tuple[MatrixSpec, ...], shard: int, replicate: int, flops: NewtonSchulzFlops, max_owned_bytes: int | None
+) -> Assignment:
+    return compute_balanced_assignment(
+        matrices, shard * replicate, shard_size=shard, flops=flops, max_owned_bytes=max_owned_bytes
+    )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 
 from dmuon_core.assignment import MatrixSpec
+from dmuon_core.optim.update import NS_DTYPES
 from dmuon_core.planning.layout import Bucket, Placed
 from dmuon_core.planning.shapes import ROOT, Weight
 
@@ -86,8 +87,8 @@ class Memory:
         return {**parts, "at_rest": self.at_rest, "buffers": self.buffers, "total": self.total}
 
 
-def memory(placed: Placed, rank: int, *, normuon: bool = False, ns_itemsize: int = 2) -> Memory:
-    """What rank ``rank`` of the mesh holds, in bytes; ``ns_itemsize`` of Newton-Schulz (2: bfloat16). Pure."""
+def memory(placed: Placed, rank: int, *, normuon: bool = False) -> Memory:
+    """What rank ``rank`` of the mesh holds, in bytes. Pure."""
     row, column = divmod(rank, placed.layout.shard)
     owned = [weight for weights in placed.owned.values() for weight in weights]
     sharded = [weight for weights in placed.sharded.values() for weight in weights]
@@ -96,6 +97,7 @@ def memory(placed: Placed, rank: int, *, normuon: bool = False, ns_itemsize: int
     gradients = [b for unit in placed.owned for b in placed.reduces[unit] if (b.row, b.column) == (row, column)]
     publish = [b for unit in placed.owned for b in placed.publications[unit] if b.column == column]
     zero3 = placed.layout.zero3
+    ns_itemsize = NS_DTYPES[str(placed.layout.flops.ns_dtype)].itemsize
     return Memory(
         owned_weights=sum(_at_rest(w) for w in owned if placed.home(w.fqn)[1] == column),
         momentum=sum(_at_rest(w) for w in mine if w.trainable),

@@ -12,7 +12,6 @@ import math
 from dataclasses import dataclass
 
 from dmuon_core.assignment import MatrixSpec
-from dmuon_core.partition import newton_schulz_flops
 from dmuon_core.planning.hardware import Hardware, rate_at
 from dmuon_core.planning.layout import Placed
 from dmuon_core.planning.shapes import ROOT
@@ -41,7 +40,6 @@ class Work:
     sequence: int = 0
     per_node: int = 8
     recompute: bool = False
-    ns_steps: int = 5
 
 
 @dataclass(frozen=True)
@@ -217,8 +215,7 @@ class _Schedule:
 
     def _update(self, spec: MatrixSpec) -> float:
         products = sum(
-            newton_schulz_flops(part, self._work.ns_steps) / rate_at(self._hardware.ns_flops, min(part))
-            for part in spec.parts or ()
+            self._placed.layout.flops(part) / rate_at(self._hardware.ns_flops, min(part)) for part in spec.parts or ()
         )
         return products + MUON_PASSES * spec.nbytes / self._hardware.memory
 

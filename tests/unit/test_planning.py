@@ -9,12 +9,14 @@ from dataclasses import replace
 import pytest
 from planning_models import BLOCKS, MATRIX, VOCAB, WIDTH, Net, NoBlocks
 
+from dmuon_core import NewtonSchulzFlops
 from dmuon_core.planning.cli import main
 from dmuon_core.planning.hardware import Hardware
 from dmuon_core.planning.layout import Layout, place
 from dmuon_core.planning.memory import memory
 from dmuon_core.planning.recommend import Limits, evaluate, layouts, recommend
 from dmuon_core.planning.shapes import ROOT, shapes_of
+from dmuon_core.planning.shapes_file import read_shapes
 from dmuon_core.planning.timing import ADAM_PASSES, MUON_PASSES, Work, step_times
 from dmuon_core.planning.traffic import Kind, total, transfers
 
@@ -156,6 +158,31 @@ def test_report_and_json_say_the_same(capsys, tmp_path) -> None:
     for part in ("OWNERS", "MEMORY", "TRAFFIC", "PREDICTED STEP", "RECOMMENDED", "it hides"):
         assert part in text
     assert picture.read_text().startswith("<?xml")
+
+
+def test_owners_times_and_memory_are_those_of_the_scheme(capsys, tmp_path) -> None:
+    shapes = tmp_path / "shapes.json"
+    matrices = {f"layers.{i}.square.weight": [64, 64] for i in range(3)} | {"layers.3.long.weight": [64, 256]}
+    shapes.write_text(json.dumps(matrices))
+
+    def planned(*options: str) -> dict:
+        assert main(["plan", str(shapes), "--shard", "2", "--hardware", LINE, "--json", *options]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    def busiest(scheme: NewtonSchulzFlops, owners: dict[str, int]) -> int:
+        return max(sum(scheme(tuple(matrices[name])) for name in owners if owners[name] == rank) for rank in range(2))
+
+    gram = NewtonSchulzFlops("quintic", 7, "float32", "gram")
+    found = planned("--ns-form", "gram", "--ns-dtype", "float32", "--ns-steps", "7")
+    placed = place(read_shapes(shapes), Layout(2, flops=gram))
+    assert found["owners"] == dict(placed.assignment.owners)
+    default = planned()
+    # A long matrix is as much work as 1.5 square ones in the Gram form, as 3 by the direct one.
+    assert busiest(gram, found["owners"]) < busiest(gram, default["owners"])
+    times = [one["Z3"]["times"]["optimizer"] for one in (found, default)]
+    work = [busiest(gram, found["owners"]), busiest(NewtonSchulzFlops(), default["owners"])]
+    assert times[0] / times[1] == pytest.approx(work[0] / work[1])
+    assert found["Z3"]["memory"]["update"] - default["Z3"]["memory"]["update"] == 2 * (3 * 64 * 256 + 2 * 64 * 64)
 
 
 def test_without_hardware_there_are_no_times(capsys) -> None:
