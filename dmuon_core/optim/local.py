@@ -40,6 +40,13 @@ def gradient_problem(p: Tensor, algorithm: str) -> str | None:
     """Say why the gradient of ``p`` (not None) cannot be applied, and the remedy; None if it can. Local."""
     grad = p.grad
     assert grad is not None
+    if algorithm == "muon" and isinstance(p, DTensor) and not isinstance(p, OwnedTensor):
+        # Of what was given nothing was sharded: a trainer has put other parameters there since.
+        return (
+            "it is sharded, not owned, and an update needs the whole matrix; let the model own it before it is sharded "
+            "(dedicate_params, DMuonStrategy with Lightning, DMuonPlugin or enable() with Accelerate), or "
+            'put it in a group with algorithm="adamw"'
+        )
     if grad.layout != torch.strided:
         return f"its gradient is sparse ({grad.layout}); build the layer with sparse=False"
     if grad.is_complex() and algorithm == "muon":

@@ -103,12 +103,18 @@ class OwnedOptimizer(torch.optim.Optimizer):
         ``closure`` runs first, once, with gradients enabled, and its value is returned.
 
         Raises:
-            RuntimeError: the gradient of a matrix does not fit; nothing was updated.
+            RuntimeError: the gradient of a matrix does not fit, or parameters were replaced; nothing was updated.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        known = {id(p) for p in self._real.values()}
+        if any(id(p) not in known for group in self.param_groups for p in group["params"]):
+            raise RuntimeError(
+                "OwnedOptimizer: other parameters were put in place of those that it was built with, so nothing would "
+                "be trained; build it after the model was sharded. No parameter was updated"
+            )
         for p in self._matrices():
             problem = gradient_problem(p, "muon") if p.grad is not None else None
             if problem:

@@ -159,6 +159,33 @@ def _sharded_matrix_in_a_muon_group() -> None:
     _core().Muon([{"params": [("head.weight", model.head.weight)], "algorithm": "muon"}], lr=0.1)
 
 
+def _step_with_other_parameters(make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
+    """A trainer shards the model and puts the new parameters into the groups of an optimizer that was built before."""
+    model = GPT()
+    optimizer = make(model)
+    names = {id(p): name for name, p in model.named_parameters()}
+    fully_shard(model)
+    for group in optimizer.param_groups:
+        group["params"] = [model.get_parameter(names[id(p)]) for p in group["params"]]
+    model(torch.arange(6).view(2, 3)).sum().backward()
+    before = [p.full_tensor() for p in model.parameters()]
+    try:
+        optimizer.step()
+    finally:
+        assert all(torch.equal(a, p.full_tensor()) for a, p in zip(before, model.parameters(), strict=True))
+
+
+def _muon_steps_what_a_trainer_has_sharded() -> None:
+    _step_with_other_parameters(lambda model: _core().Muon(model, lr=0.1))
+
+
+def _owned_optimizer_steps_what_a_trainer_has_sharded() -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return _core().OwnedOptimizer(model, matrix=torch.optim.Muon, other=torch.optim.AdamW)
+
+    _step_with_other_parameters(make)
+
+
 def _weight_used_outside_its_module() -> None:
     """The root reads a weight that only the block's forward unshards."""
 
@@ -201,6 +228,8 @@ MISUSE: dict[Callable[[], None], list[str]] = {
     _optimizer_before_dedication: ["optimizer", "after", "weight"],
     _muon_before_dedication: ["optimizer", "after", "weight"],
     _sharded_matrix_in_a_muon_group: ["head.weight", "adamw"],
+    _muon_steps_what_a_trainer_has_sharded: [Q, "sharded, not owned", "DMuonPlugin"],
+    _owned_optimizer_steps_what_a_trainer_has_sharded: ["other parameters", "after the model was sharded"],
     _weight_used_outside_its_module: [Q, "full_tensor", "hook_boundary_predicate"],
     _never_materialized: [".weight", "to_empty"],
 }
