@@ -4,7 +4,8 @@
     python examples/accelerate/train.py                       # one process, on any machine: the same numbers
 
 A small residual network learns to imitate a fixed random network. `--save FOLDER` writes the whole state in the middle,
-`--load FOLDER` goes on from there, with any number of processes; `--report FILE` writes the losses.
+`--load FOLDER` goes on from there, with any number of launched processes (`--num_processes 1` included; without the
+launcher the format is another); `--report FILE` writes the losses.
 """
 
 from __future__ import annotations
