@@ -50,6 +50,12 @@ def targets(runs: Runs, counts: Counts, context: int) -> list[str]:
                 f"{max(flops) * len(flops) / sum(flops):.3f}",
             ]
             lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        f'"At most {NEAR} from": the tokens per step from which on a step takes at most {NEAR} times AdamW\'s. '
+        '"Optimizer / gathered": beside Muon as every rank computes it whole, which ownership divides among the '
+        "processes; the next column leaves 15 % for imbalance.",
+    ]
     return lines
 
 

@@ -232,7 +232,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=DOCS, help="folder of page, picture and results")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    args.out.mkdir(parents=True, exist_ok=True)
     results = Results(args.out / "loss_curves.json", args)
+    if args.page and not results.runs:
+        parser.error(f"there are no results of these sizes in {results.path}: run without --page first")
     if not args.page:
         text = load_text()
 

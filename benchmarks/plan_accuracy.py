@@ -98,9 +98,11 @@ class Training:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicate", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=15, help="at least 2, for quartiles")
     parser.add_argument("--json", type=Path, help="also write the constants, predictions and measurements here")
     args = parser.parse_args()
+    if args.rounds < 2:
+        parser.error("--rounds must be at least 2")
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -1,6 +1,7 @@
 """Measures the tables of docs/newton_schulz.md and writes them there: `python -m docs.measure_newton_schulz`.
 
-Accuracy needs a second; timings are worth something on a quiet machine only (`--no-timings` leaves them as they are).
+Accuracy needs half a minute. Timings are worth something on a quiet machine only; `--no-timings` leaves them as they
+are.
 """
 
 from __future__ import annotations
