@@ -90,8 +90,9 @@ def _from_variable(name: str, text: str, variable: str) -> Any:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         if name in NAMES:  # a pattern such as *.mlp.*, which is an alias in YAML
-            parts = text.strip().removeprefix("[").removesuffix("]").split(",")
-            return [part.strip().strip("'\"") for part in parts]
+            text = text.strip()
+            listed = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+            return [part.strip().strip("'\"") for part in listed.split(",")]
         raise ValueError(f"{variable}={text!r} cannot be read: {' '.join(str(error).split())}") from None
     if isinstance(value, int | float) and ":" in text:  # YAML 1.1 counts 1:30 to the base of 60
         return text

@@ -16,12 +16,10 @@ def enable(**options: Any) -> None:
     """From now on every FSDP plugin that is built, by whomever, is a :class:`DMuonPlugin` with these options. Local.
 
     Call it on every process, before the Accelerator or the Trainer is built. An optimizer step without a model that was
-    prepared with owned matrices is then an error.
+    prepared with owned matrices is then an error. A second call adds its options to those of the first one.
 
     Args:
         options: what :class:`DMuonPlugin` adds to ``FullyShardedDataParallelPlugin``.
-
-    A second call adds its options to those of the first one.
 
     Raises:
         ValueError: an option of ``options``, or of the configuration, that does not exist or cannot have its value; one
@@ -29,12 +27,13 @@ def enable(**options: Any) -> None:
     """
     options = checked_options(options, "enable")
     read_config()
-    earlier = flat(DMuonPlugin.defaults)
-    _check_agrees(options, earlier, "an earlier enable() has said otherwise: call it once")
+    wanted, earlier = flat(options), flat(DMuonPlugin.defaults)
+    again = {name: value for name, value in wanted.items() if name in earlier}
+    _check_agrees(again, earlier, "an earlier enable() has said otherwise: call it once")
     active = guard.active_plugin()
     if active is not None:
         late = "the Accelerator is there already, and keeps its plugin: call enable() before it is built"
-        _check_agrees(options, active.options, late, missing_differs=True)
+        _check_agrees(wanted, active.options, late)
     muon = {**DMuonPlugin.defaults.get("muon", {}), **options.get("muon", {})}
     check_muon_options(muon)
     DMuonPlugin.defaults = {**DMuonPlugin.defaults, **options, "muon": muon}
@@ -43,11 +42,9 @@ def enable(**options: Any) -> None:
     guard.expect("dmuon_lightning.accelerate was enabled")
 
 
-def _check_agrees(options: dict[str, Any], others: dict[str, Any], why: str, missing_differs: bool = False) -> None:
-    wanted = flat(options)
-    for name in differing(wanted, {name: others[name] for name in others if name in wanted}):
-        if name in others or missing_differs:
-            raise ValueError(f"enable(): {name}={wanted[name]!r} would have no effect: {why}")
+def _check_agrees(wanted: dict[str, Any], settled: dict[str, Any], why: str) -> None:
+    for name in differing(wanted, {name: value for name, value in settled.items() if name in wanted}):
+        raise ValueError(f"enable(): {name}={wanted[name]!r} would have no effect: {why}")
 
 
 def _new(cls: type, *args: Any, **kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ _has_converted = False
 _converted: list[weakref.ref[DedicatedModel]] = []
 _muon_options: weakref.WeakKeyDictionary[DedicatedModel, dict[str, Any]] = weakref.WeakKeyDictionary()
 _optimizer_of: weakref.WeakKeyDictionary[DedicatedModel, weakref.ref[Optimizer]] = weakref.WeakKeyDictionary()
+_warned: weakref.WeakSet[DedicatedModel] = weakref.WeakSet()
 _handle: Any = None
 
 
@@ -160,6 +162,7 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not trained and AcceleratorState._shared_state:
         _check_meant(params)
     for dedicated in trained:
+        _warn_of_open_window(dedicated)
         known = _optimizer_of.get(dedicated)
         first = known() if known is not None else None
         if first is optimizer:
@@ -173,6 +176,20 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _check_whole(optimizer)
         _check_options(optimizer, _muon_options[dedicated])
         _optimizer_of[dedicated] = weakref.ref(optimizer)
+
+
+def _warn_of_open_window(dedicated: DedicatedModel) -> None:
+    """Say once that a step does nothing because every gradient still waits for the end of its window."""
+    params = dedicated.params
+    if dedicated in _warned or any(param.rest.grad is not None for param in params):
+        return
+    if any(param.has_local_grad for param in params):
+        _warned.add(dedicated)
+        warnings.warn(
+            f"a step has no effect on the owned matrices of {type(dedicated.model).__name__}: their gradients are kept "
+            "on each rank, because every backward pass was under no_sync. Leave no_sync for the last one before a step",
+            stacklevel=4,
+        )
 
 
 def _check_whole(optimizer: Optimizer) -> None:

@@ -125,6 +125,7 @@ def test_strategies_of_fsdp1_do_not(text: str) -> None:
 def test_patterns_of_a_variable_need_no_quotes(text: str) -> None:
     patterns = read_config({"DMUON_PREDICATE": text}).dedicate["predicate"]
     assert sorted(patterns) == ["*.mlp.*", "x"][: 1 + ("x" in text)]
+    assert read_config({"DMUON_PREDICATE": "*.[qk]"}).dedicate["predicate"] == ["*.[qk]"]
 
 
 def test_variables_win_over_the_file_and_arguments_over_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

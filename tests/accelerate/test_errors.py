@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 from typing import Any
 
 import pytest
@@ -158,6 +159,27 @@ def _options_that_nobody_reads() -> None:
     optimizer.step()
 
 
+def _step_in_a_window() -> None:
+    accelerator, model, optimizer = build(Recipe(), Setup())
+    with warnings.catch_warnings(record=True) as closed:
+        warnings.simplefilter("always")
+        optimizer.step()  # there is nothing to do, and nothing waits
+        _backward(accelerator, model)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not [w for w in closed if "has no effect on the owned" in str(w.message)]
+    before = full_weights(model)
+    with accelerator.no_sync(model):
+        _backward(accelerator, model)
+    with warnings.catch_warnings(record=True) as open_:
+        warnings.simplefilter("always")
+        optimizer.step()
+        optimizer.step()
+    assert difference(full_weights(model), before) == 0
+    (said,) = [w.message for w in open_ if "has no effect on the owned" in str(w.message)]  # once
+    raise said if isinstance(said, Warning) else AssertionError
+
+
 def _loaded_by_halves() -> None:
     box = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box)
@@ -192,6 +214,7 @@ CASES: dict[str, tuple[Any, str, str]] = {
     "another plugin": (_another_plugin, "ValueError", "predicate would have no effect: this process's Accelerator"),
     "trained but ignored": (_trained_but_ignored, "ValueError", "'blocks.1.mlp.up.weight' is in ignored_modules"),
     "unread": (_options_that_nobody_reads, "RuntimeError", "AdamW does not read DMuon's momentum (of DMuonPlugin("),
+    "step in a window": (_step_in_a_window, "UserWarning", "Leave no_sync for the last one before a step"),
     "loaded by halves": (_loaded_by_halves, "ValueError", "Nothing of the optimizer was loaded; a call that loads the"),
     "nothing converted": (_nothing_converted, "RuntimeError", "no model was prepared with owned matrices: Accelerate"),
 }
