@@ -77,13 +77,16 @@ def check_converted() -> None:
         _refuse(_enabled or _pending)
 
 
-def _check_meant(params: list[nn.Parameter]) -> None:
+def _check_meant(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
     """Of an optimizer that trains no owned matrix: is that meant?"""
     plugin = active_plugin()
     if plugin is not None and plugin.has_converted:
         # Beside the prepared model others may be trained, but none that is sharded.
         if any(isinstance(param, DTensor) and param.ndim > 1 for param in params):
-            _refuse("its plugin has converted another model")
+            raise RuntimeError(
+                f"{type(optimizer).__name__} trains a sharded model without owned matrices, beside the one that "
+                "DMuonPlugin has prepared: pass this model and its optimizer to one Accelerator.prepare, too"
+            )
     else:
         _refuse(_enabled or _pending)
 
@@ -160,7 +163,7 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     ids = {id(param) for param in params}
     trained = [d for d in _living() if not ids.isdisjoint(id(param) for param in d.model.parameters())]
     if not trained and AcceleratorState._shared_state:
-        _check_meant(params)
+        _check_meant(optimizer, params)
     for dedicated in trained:
         _warn_of_open_window(dedicated)
         known = _optimizer_of.get(dedicated)

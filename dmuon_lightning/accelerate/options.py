@@ -73,12 +73,16 @@ def checked_options(options: Mapping[str, Any], who: str) -> dict[str, Any]:
 
 def same_value(one: Any, other: Any) -> bool:
     """Whether two values of an option mean the same; functions do if they have the same code over the same values."""
-    code = getattr(one, "__code__", None)
-    if one is other or (code is not None and code is getattr(other, "__code__", None) and _over(one) == _over(other)):
+    if one is other:
         return True
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(same_value(value, other[key]) for key, value in one.items())
-    return bool(one == other)
+    try:
+        if hasattr(one, "__code__") and hasattr(other, "__code__"):
+            return one.__code__ == other.__code__ and _over(one) == _over(other)
+        return bool(one == other)
+    except (RuntimeError, TypeError, ValueError):  # of values that cannot say so, such as tensors
+        return False
 
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
@@ -89,7 +93,8 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 def _over(function: Any) -> tuple[Any, ...]:
     cells = function.__closure__ or ()
-    return (*(cell.cell_contents for cell in cells), function.__defaults__, getattr(function, "__self__", None))
+    held = [cell.cell_contents for cell in cells]
+    return (*held, function.__defaults__, function.__kwdefaults__, getattr(function, "__self__", None))
 
 
 def flat(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -210,7 +210,7 @@ CASES: dict[str, tuple[Any, str, str]] = {
     "muon over a shard": (_muon_over_a_shard, "RuntimeError", "'blocks.0.attn.q.weight', which DMuonPlugin has given"),
     "rows and columns": (_optimizer_of_rows_and_columns, "", "owned"),
     "enabled too late": (_enabled_too_late, "RuntimeError", "enable() before it, or the Trainer, is built"),
-    "sharded without owners": (_sharded_without_owners, "RuntimeError", "pass model and optimizer to one Accelerator."),
+    "sharded without owners": (_sharded_without_owners, "RuntimeError", "SGD trains a sharded model without owned"),
     "another plugin": (_another_plugin, "ValueError", "predicate would have no effect: this process's Accelerator"),
     "trained but ignored": (_trained_but_ignored, "ValueError", "'blocks.1.mlp.up.weight' is in ignored_modules"),
     "unread": (_options_that_nobody_reads, "RuntimeError", "AdamW does not read DMuon's momentum (of DMuonPlugin("),

@@ -49,8 +49,8 @@ def active(plugin: Any) -> Any:
     return plugin
 
 
-def names_mlp(name: str, param: Any, part: str = "mlp") -> bool:
-    return part in name
+def names_mlp(name: str, param: Any) -> bool:
+    return "mlp" in name
 
 
 @pytest.mark.parametrize("who", [DMuonPlugin, enable])
