@@ -32,9 +32,13 @@ MODEL_REMEDY = (
     "Nothing was loaded. Build the model that was saved, or load with strict=False what it shares with this one; leave "
     "tensors of another shape out of the state dict before"
 )
-OPTIMIZER_REMEDY = (
-    "Nothing was loaded. Build the optimizer with the groups of the saved one, or load with strict=False what fits it"
+_OPTIMIZER_REMEDY = "Build the optimizer with the groups of the saved one, or load with strict=False what fits it"
+OPTIMIZER_REMEDY = f"Nothing was loaded. {_OPTIMIZER_REMEDY}"
+OPTIMIZER_ALONE_REMEDY = (
+    "Nothing of the optimizer was loaded; a call that loads the model first, as set_state_dict does, has loaded the "
+    f"model already. {_OPTIMIZER_REMEDY}"
 )
+"""Where only the optimizer's part of a load is seen."""
 _SHOWN = 4  # differences of a kind that a message lists
 
 

@@ -225,7 +225,7 @@ def _fit_optimizer_state(original: Callable[..., Any]) -> Callable[..., Any]:
                 dcp_state_dict._init_optim_state(optimizer)
             state_dict, problem = checkpoint.fit_optimizer_state(model, optimizers, state_dict, strict=info.strict)
         message = f"the state does not fit the optimizer of {type(model).__name__}: {problem}. "
-        checkpoint.raise_everywhere(dedicated, ValueError, problem and message + checkpoint.OPTIMIZER_REMEDY)
+        checkpoint.raise_everywhere(dedicated, ValueError, problem and message + checkpoint.OPTIMIZER_ALONE_REMEDY)
         # What fits is not flat. Torch compares a flat state with one that is not if both options are set.
         original(model, optimizers, state_dict, replace(info, flatten_optimizer_state_dict=False))
 

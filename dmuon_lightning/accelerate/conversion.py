@@ -15,7 +15,7 @@ from torch.distributed.fsdp import StateDictType
 
 from dmuon_core import DedicatedModel, OwnedTensor, dedicate_params
 from dmuon_core.optim.cost import flops_of
-from dmuon_lightning.accelerate.config import boundary_predicate
+from dmuon_lightning.accelerate.selection import boundary_predicate
 from dmuon_lightning.summary import describe
 
 if TYPE_CHECKING:

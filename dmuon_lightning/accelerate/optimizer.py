@@ -6,20 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.nn as nn
-from accelerate.state import AcceleratorState
 
 from dmuon_core import Muon as CoreMuon
 from dmuon_core.optim.groups import model_groups
 from dmuon_core.optim.muon import ParamsT
 from dmuon_core.optim.split import SplitRule
 from dmuon_core.targets import muon_targets
-from dmuon_lightning.accelerate.config import read_config, target_predicate
-from dmuon_lightning.accelerate.guard import restore
-from dmuon_lightning.accelerate.plugin import DMuonPlugin
+from dmuon_lightning.accelerate.config import read_config
+from dmuon_lightning.accelerate.guard import active_plugin, restore
+from dmuon_lightning.accelerate.selection import target_predicate
 
 
 class Muon(CoreMuon):
-    """:class:`dmuon_core.Muon` whose Muon group is what the Accelerator's :class:`DMuonPlugin` will give owners.
+    """:class:`dmuon_core.Muon` whose Muon group is what the Accelerator's :class:`.DMuonPlugin` will give owners.
 
     Options that are not passed come from the plugin or, without one, from the same configuration.
 
@@ -53,12 +52,6 @@ class Muon(CoreMuon):
         """See the base class; also after the model was prepared again."""
         restore(self)
         super().zero_grad(set_to_none)
-
-
-def active_plugin() -> DMuonPlugin | None:
-    """The plugin of the process's Accelerator, if it is ours. Local."""
-    plugin = AcceleratorState._shared_state.get("fsdp_plugin")
-    return plugin if isinstance(plugin, DMuonPlugin) else None
 
 
 def muon_options() -> dict[str, Any]:

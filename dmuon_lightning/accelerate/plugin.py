@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn as nn
+from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
@@ -32,14 +33,10 @@ from dmuon_core.plan import Plan, make_plan
 from dmuon_core.registry import find_dedicated
 from dmuon_core.targets import muon_targets
 from dmuon_lightning.accelerate import guard
-from dmuon_lightning.accelerate.config import (
-    boundary_predicate,
-    check_muon_options,
-    nearest,
-    read_config,
-    target_predicate,
-)
+from dmuon_lightning.accelerate.config import read_config
 from dmuon_lightning.accelerate.conversion import convert, ignored_parameters, make_mesh
+from dmuon_lightning.accelerate.options import DEFAULTS, check_muon_options, checked_options, differing, flat
+from dmuon_lightning.accelerate.selection import boundary_predicate, target_predicate
 
 
 class Unset(Enum):
@@ -49,15 +46,6 @@ class Unset(Enum):
 
 
 UNSET: Any = Unset.UNSET
-_DEFAULTS: dict[str, Any] = {
-    "predicate": None,
-    "hook_boundary_predicate": None,
-    "hook_boundary_strict": True,
-    "replicate_async": True,
-    "master_dtype": torch.float32,
-    "max_owned_bytes": None,
-    "sync_module_states": True,
-}
 
 
 @dataclass
@@ -83,8 +71,9 @@ class DMuonPlugin(FullyShardedDataParallelPlugin):
             without them.
 
     Raises:
-        ValueError: FSDP 1, CPU offload, an option that does not exist or has a value that it cannot have. When the
-            model is prepared, on every rank: tensor or context parallelism, a model that is sharded already, and what
+        ValueError: FSDP 1, CPU offload, an option that does not exist or has a value that it cannot have, or another
+            one than in the process's Accelerator. When the model is prepared, on every rank: tensor or context
+            parallelism, a model that is sharded already, ``ignored_modules`` with something to train, and what
             ``dedicate_params`` raises.
     """
 
@@ -103,6 +92,8 @@ class DMuonPlugin(FullyShardedDataParallelPlugin):
 
     defaults: ClassVar[dict[str, Any]] = {}
     """What :func:`dmuon_lightning.accelerate.enable` was called with."""
+    was_enabled: ClassVar[bool] = False
+    """Whether it stands in for a ``FullyShardedDataParallelPlugin``, because of ``enable``."""
 
     def __post_init__(self) -> None:
         config = read_config()
@@ -118,25 +109,41 @@ class DMuonPlugin(FullyShardedDataParallelPlugin):
                 "DMuonPlugin cannot offload parameters to the CPU: set fsdp_offload_params: false (cpu_offload=False)"
             )
         self.sync_module_states = UNSET if sync is None else sync
-        for name, default in _DEFAULTS.items():
-            if getattr(self, name) is UNSET:
-                setattr(self, name, self.defaults.get(name, config.dedicate.get(name, default)))
-        self.muon = {**config.muon, **self.defaults.get("muon", {}), **self.muon}
+        passed = {name: getattr(self, name) for name in DEFAULTS if getattr(self, name) is not UNSET}
+        passed = checked_options({**passed, "muon": self.muon}, "DMuonPlugin")
+        outside = {**config.dedicate, **self.defaults, "muon": {**config.muon, **self.defaults.get("muon", {})}}
+        self._outside = flat(outside)
+        for name, value in {**DEFAULTS, **outside, **passed}.items():
+            setattr(self, name, value)
+        self.muon = {**outside["muon"], **passed["muon"]}
         check_muon_options(self.muon)
+        self._check_not_late()
         self._wraps_hooked_modules = self.auto_wrap_policy is None
         self._announced: weakref.ref[nn.Module] | None = None
-        guard.watch(self, config)
+        self.has_converted = False
+        guard.watch(config)
 
-    @staticmethod
-    def check_options(options: dict[str, Any]) -> None:
-        """Check the names of options. Local.
+    @property
+    def options(self) -> dict[str, Any]:
+        """What holds, by option; those of the optimizer as ``muon.lr``."""
+        return flat({name: getattr(self, name) for name in (*DEFAULTS, "muon")})
 
-        Raises:
-            ValueError: there is no such option; says the nearest.
-        """
-        for name in options:
-            if name not in (*_DEFAULTS, "muon"):
-                raise ValueError(f"DMuonPlugin has no option {name!r}: {nearest(name, (*_DEFAULTS, 'muon'))}")
+    def _check_not_late(self) -> None:
+        """Refuse other options than those of the process's Accelerator: Accelerate keeps its first plugin for good."""
+        active = guard.active_plugin()
+        if active is None:
+            return
+        wanted, current = self.options, active.options
+        if self.was_enabled:  # only what enable() and the configuration say was asked of it
+            if not differing(self._outside, active._outside):
+                return
+            wanted = self._outside
+            current = {name: current[name] for name in current if name in {*wanted, *active._outside}}
+        if names := differing(wanted, current):
+            raise ValueError(
+                f"DMuonPlugin: {', '.join(names)} would have no effect: this process's Accelerator has a DMuonPlugin "
+                "with other options, and Accelerate keeps the first plugin for all later ones. Give it these options"
+            )
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
         """Called twice by ``Accelerator.prepare``, see above. The second call is collective over the mesh.
@@ -153,7 +160,8 @@ class DMuonPlugin(FullyShardedDataParallelPlugin):
             return
         if self._announced is not None and self._announced() is plain:
             self._announced = None
-            guard.note_conversion(convert(self, model))
+            guard.note_conversion(convert(self, model), self.muon)
+            self.has_converted = True
             return
         self._check(plain)
         plan = self._plan(plain)
@@ -176,6 +184,14 @@ class DMuonPlugin(FullyShardedDataParallelPlugin):
 
     def _check(self, model: nn.Module) -> None:
         make_mesh()
+        ignored = {id(param) for param in ignored_parameters(self, model)}
+        for name, param in model.named_parameters():
+            if id(param) in ignored and param.requires_grad and AcceleratorState().num_processes > 1:
+                raise ValueError(
+                    f"'{name}' is in ignored_modules and requires a gradient, which FSDP2 then does not average, so "
+                    "that every process would train another one: freeze it (requires_grad_(False)), or take it out of "
+                    "ignored_modules"
+                )
         if find_dedicated(model) is not None or any(isinstance(p, OwnedTensor) for p in model.parameters()):
             raise ValueError(
                 f"{type(model).__name__} has owned matrices before Accelerator.prepare: leave dedicate_params to "

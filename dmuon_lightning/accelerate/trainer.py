@@ -7,6 +7,7 @@ from typing import Any
 import torch.nn as nn
 
 from dmuon_lightning.accelerate.optimizer import Muon, muon_groups, muon_options
+from dmuon_lightning.accelerate.options import check_muon_options
 
 
 class DMuonTrainerOptimizer:
@@ -24,6 +25,7 @@ class DMuonTrainerOptimizer:
 
         Raises:
             TypeError: ``args`` is missing.
+            ValueError: an option that Muon does not have, with the nearest one; a value that it cannot have.
         """
         if args is None:
             raise TypeError(
@@ -32,6 +34,7 @@ class DMuonTrainerOptimizer:
             )
         from transformers import Trainer
 
+        check_muon_options(options)
         options = {**_options_of(args), **muon_options(), **options}
         groups = muon_groups(model, options.pop("split", None), options.pop("groups", None))
         decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]

@@ -133,7 +133,25 @@ def forget_accelerator() -> bool:
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+    forget_enable()
     for name in list(os.environ):
         if name.startswith(("ACCELERATE_", "FSDP_", "DMUON_")):  # Accelerate and its plugin also write some
             del os.environ[name]
     return True
+
+
+def forget_enable() -> None:
+    """As before dmuon_lightning.accelerate.enable was called."""
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    from dmuon_lightning.accelerate import DMuonPlugin, guard
+
+    DMuonPlugin.defaults = {}
+    guard._enabled = guard._pending = None
+    if "__new__" in vars(FullyShardedDataParallelPlugin):
+        # Not deleted: object's own then takes no arguments, as the class looks to C as if it had one still.
+        FullyShardedDataParallelPlugin.__new__ = _plain_new
+
+
+def _plain_new(cls: type, *args: Any, **kwargs: Any) -> Any:
+    return object.__new__(cls)

@@ -10,12 +10,12 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
 
 import dmuon_core
-from dmuon_lightning.accelerate import DMuonPlugin, Muon, enable
-from dmuon_lightning.accelerate.config import _ELSEWHERE, _READERS, read_config
+from dmuon_lightning.accelerate import DMuonPlugin, Muon
+from dmuon_lightning.accelerate.config import ELSEWHERE, read_config
+from dmuon_lightning.accelerate.values import READERS
 from tests.distributed.models import MODELS
 
 EVERY_OPTION: dict[str, tuple[Any, Any]] = {  # as written in YAML, as read
@@ -70,8 +70,8 @@ def launched(tmp_path: Path, **fsdp_config: Any) -> dict[str, str]:
 def test_every_option_of_both_is_reachable() -> None:
     dedicate = set(inspect.signature(dmuon_core.dedicate_params).parameters) - {"model"}
     optimizer = set(inspect.signature(dmuon_core.Muon.__init__).parameters) - {"self", "params"}
-    assert set(_READERS) | set(_ELSEWHERE) == dedicate | optimizer
-    assert set(EVERY_OPTION) == set(_READERS)
+    assert set(READERS) | set(ELSEWHERE) == dedicate | optimizer
+    assert set(EVERY_OPTION) == set(READERS)
 
 
 def test_every_option_comes_from_the_file(tmp_path: Path) -> None:
@@ -114,7 +114,18 @@ def test_the_word_alone_turns_it_on(tmp_path: Path) -> None:
     assert read_config(launched(tmp_path, fsdp_sharding_strategy="dmuon")).found
     assert read_config(launched(tmp_path, fsdp_sharding_strategy={"dmuon": None})).found
     assert not read_config(launched(tmp_path)).found
-    assert not read_config({"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}).found
+
+
+@pytest.mark.parametrize("text", ["", "None", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "full_shard", "1", "5"])
+def test_strategies_of_fsdp1_do_not(text: str) -> None:
+    assert not read_config({"FSDP_SHARDING_STRATEGY": text}).found
+
+
+@pytest.mark.parametrize("text", ["*.mlp.*", "*.mlp.*, x", "[*.mlp.*]", "['*.mlp.*', 'x']", "x,*.mlp.*"])
+def test_patterns_of_a_variable_need_no_quotes(text: str) -> None:
+    patterns = read_config({"DMUON_PREDICATE": text}).dedicate["predicate"]
+    assert sorted(patterns) == ["*.mlp.*", "x"][: 1 + ("x" in text)]
+    assert read_config({"DMUON_PREDICATE": "*.[qk]"}).dedicate["predicate"] == ["*.[qk]"]
 
 
 def test_variables_win_over_the_file_and_arguments_over_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +155,23 @@ def test_variables_win_over_the_file_and_arguments_over_both(tmp_path: Path, mon
         ({"DMUON_NESTEROV": "maybe"}, "DMUON_NESTEROV='maybe': pass true or false"),
         ({"DMUON_MASTER_DTYPE": "int8"}, "pass one of float64, float32, bfloat16, float16"),
         ({"DMUON_LR": "fast"}, "DMUON_LR='fast'"),
-        ({"DMUON_MOMENTUM": "1.5"}, "momentum must be a number in [0, 1)"),
+        ({"DMUON_MOMENTUM": "1.5", "DMUON_LR": "1"}, "DMUON_MOMENTUM: Muon: momentum must be a number in [0, 1)"),
+        ({"DMUON_LR": ""}, "DMUON_LR is empty"),
+        ({"DMUON_LR": "{"}, "DMUON_LR='{' cannot be read"),
+        ({"DMUON_WEIGHT_DECAY": "1:30"}, "DMUON_WEIGHT_DECAY='1:30'"),
+        (
+            {"FSDP_SHARDING_STRATEGY": "{'dmuon': {'LR': 1}}"},
+            "LR in fsdp_sharding_strategy is no option of DMuon: did ",
+        ),
+        ({"FSDP_SHARDING_STRATEGY": "{'dmuon': {'LR': 1}}"}, "did you mean 'lr'?"),
+        ({"FSDP_SHARDING_STRATEGY": "{'dmuon': {1: 2}}"}, "1 in fsdp_sharding_strategy is no option of DMuon"),
+        ({"FSDP_SHARDING_STRATEGY": "{1: 2}"}, "no option 1: did you mean 'dmuon'?"),
+        ({"FSDP_SHARDING_STRATEGY": "{}"}, "did you mean 'dmuon'?"),
+        ({"FSDP_SHARDING_STRATEGY": "{'dmuon': {'lr': 0.02}"}, "is neither dmuon with its options"),
+        ({"FSDP_SHARDING_STRATEGY": "dmuon: lr: 0.02"}, "mapping values are not allowed here"),
+        ({"FSDP_SHARDING_STRATEGY": "dmuons"}, "did you mean 'dmuon'?"),
+        ({"FSDP_SHARDING_STRATEGY": "[dmuon]"}, "did you mean 'dmuon'?"),
+        ({"FSDP_SHARDING_STRATEGY": "FULL_SHRAD"}, "did you mean 'FULL_SHARD'?"),
     ],
 )
 def test_what_does_not_fit_is_an_error(environ: dict[str, str], message: str) -> None:
@@ -164,18 +191,3 @@ def test_arguments_that_do_not_fit_are_errors(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("FSDP_VERSION")
     with pytest.raises(ValueError, match="cannot offload parameters to the CPU"):
         DMuonPlugin(cpu_offload=True)
-
-
-def test_enable_makes_every_plugin_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dmuon_lightning.accelerate.guard._expecting", None)
-    monkeypatch.setattr(DMuonPlugin, "defaults", {})
-    with pytest.raises(ValueError, match="no option 'predicat': did you mean 'predicate'"):
-        enable(predicat="x")
-    assert type(FullyShardedDataParallelPlugin()) is FullyShardedDataParallelPlugin
-    try:
-        enable(max_owned_bytes=5, muon={"lr": 0.5})
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=False)
-        assert type(plugin) is DMuonPlugin
-        assert (plugin.max_owned_bytes, plugin.muon, plugin.reshard_after_forward) == (5, {"lr": 0.5}, False)
-    finally:
-        del FullyShardedDataParallelPlugin.__new__

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import tempfile
+import warnings
 from typing import Any
 
 import pytest
@@ -11,10 +13,10 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import fully_shard
 
-from tests.accelerate.runs import OPTIONS, Setup, accelerator_for, build, forget_accelerator
+from tests.accelerate.runs import OPTIONS, Setup, accelerator_for, build, difference, forget_accelerator
 from tests.distributed.harness import RankError, capture_error, run_distributed
 from tests.distributed.models import MODELS
-from tests.distributed.reference import ADAMW, Recipe, Rows
+from tests.distributed.reference import ADAMW, Recipe, Rows, full_weights
 
 
 def _prepare(setup: Setup, change: Any = None, model: str = "gpt") -> tuple[Any, nn.Module, Any]:
@@ -106,10 +108,8 @@ def _optimizer_of_rows_and_columns() -> None:
 def _nothing_converted() -> None:
     from accelerate import Accelerator
 
-    import dmuon_lightning.accelerate.guard as guard
     from dmuon_lightning.accelerate import DMuonPlugin
 
-    guard._converted.clear()  # what the checks before this one have converted
     DMuonPlugin()  # built, but not passed on
     del os.environ["LOCAL_RANK"]  # so that Accelerate takes this process for a lone one, as it does on CPUs
     accelerator = Accelerator()
@@ -119,20 +119,83 @@ def _nothing_converted() -> None:
 
 
 def _enabled_too_late() -> None:
-    from accelerate.utils import FullyShardedDataParallelPlugin
-
-    import dmuon_lightning.accelerate.guard as guard
+    """After a model with owners was trained in the same process."""
     from dmuon_lightning.accelerate import enable
 
-    guard._converted.clear()
+    accelerator, trained, _ = build(Recipe(), Setup())
+    forget_accelerator()
     accelerator = accelerator_for(Setup(stock=True))
     enable()
-    try:
-        model = MODELS["gpt"]()
-        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    model = MODELS["gpt"]()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    assert len(list(trained.parameters())) > 0  # it lives on
+    optimizer.step()
+
+
+def _sharded_without_owners() -> None:
+    build(Recipe(), Setup())
+    other = fully_shard(MODELS["gpt"]())
+    side = nn.Linear(2, 2)
+    torch.optim.SGD(side.parameters()).step()  # beside the prepared model, each process may train what it likes
+    torch.optim.SGD(other.parameters()).step()
+
+
+def _another_plugin() -> None:
+    from dmuon_lightning.accelerate import DMuonPlugin
+
+    accelerator_for(Setup())
+    DMuonPlugin()  # the same
+    DMuonPlugin(predicate=["*.mlp.*"])
+
+
+def _trained_but_ignored() -> None:
+    _prepare(Setup(plugin={"ignored_modules": r"blocks\.1\.mlp"}))
+
+
+def _options_that_nobody_reads() -> None:
+    setup = Setup(optimizer="adamw", environment={"DMUON_MOMENTUM": "0.9"}, plugin={"muon": {"lr": ADAMW["lr"]}})
+    accelerator, model, optimizer = build(Recipe(), setup)
+    _backward(accelerator, model)
+    optimizer.step()
+
+
+def _step_in_a_window() -> None:
+    accelerator, model, optimizer = build(Recipe(), Setup())
+    with warnings.catch_warnings(record=True) as closed:
+        warnings.simplefilter("always")
+        optimizer.step()  # there is nothing to do, and nothing waits
+        _backward(accelerator, model)
         optimizer.step()
+        optimizer.zero_grad()
+    assert not [w for w in closed if "has no effect on the owned" in str(w.message)]
+    before = full_weights(model)
+    with accelerator.no_sync(model):
+        _backward(accelerator, model)
+    with warnings.catch_warnings(record=True) as open_:
+        warnings.simplefilter("always")
+        optimizer.step()
+        optimizer.step()
+    assert difference(full_weights(model), before) == 0
+    (said,) = [w.message for w in open_ if "has no effect on the owned" in str(w.message)]  # once
+    raise said if isinstance(said, Warning) else AssertionError
+
+
+def _loaded_by_halves() -> None:
+    box = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box)
+    full = {"state_dict_type": "FULL_STATE_DICT"}
+    accelerator, model, optimizer = build(Recipe(), Setup(plugin=full))
+    _backward(accelerator, model)
+    optimizer.step()
+    accelerator.save_state(box[0])
+    saved = full_weights(model)
+    forget_accelerator()
+    accelerator, model, _ = build(Recipe(seed=4), Setup(plugin={**full, "predicate": ["*.mlp.*"]}))
+    assert difference(full_weights(model), saved) > 0
+    try:
+        accelerator.load_state(box[0])
     finally:
-        del FullyShardedDataParallelPlugin.__new__
+        assert difference(full_weights(model), saved) == 0  # Accelerate loads the model first
 
 
 CASES: dict[str, tuple[Any, str, str]] = {
@@ -147,6 +210,12 @@ CASES: dict[str, tuple[Any, str, str]] = {
     "muon over a shard": (_muon_over_a_shard, "RuntimeError", "'blocks.0.attn.q.weight', which DMuonPlugin has given"),
     "rows and columns": (_optimizer_of_rows_and_columns, "", "owned"),
     "enabled too late": (_enabled_too_late, "RuntimeError", "enable() before it, or the Trainer, is built"),
+    "sharded without owners": (_sharded_without_owners, "RuntimeError", "SGD trains a sharded model without owned"),
+    "another plugin": (_another_plugin, "ValueError", "predicate would have no effect: this process's Accelerator"),
+    "trained but ignored": (_trained_but_ignored, "ValueError", "'blocks.1.mlp.up.weight' is in ignored_modules"),
+    "unread": (_options_that_nobody_reads, "RuntimeError", "AdamW does not read DMuon's momentum (of DMuonPlugin("),
+    "step in a window": (_step_in_a_window, "UserWarning", "Leave no_sync for the last one before a step"),
+    "loaded by halves": (_loaded_by_halves, "ValueError", "Nothing of the optimizer was loaded; a call that loads the"),
     "nothing converted": (_nothing_converted, "RuntimeError", "no model was prepared with owned matrices: Accelerate"),
 }
 

@@ -139,7 +139,7 @@ def _groups() -> None:
                 lambda state=state, options=options: set_optimizer_state_dict(
                     other.model, other.optimizer, state, options=options
                 ),
-                "ValueError", *texts, "Nothing was loaded", "strict=False",
+                "ValueError", *texts, "Nothing of the optimizer was loaded", "strict=False",
             )  # fmt: skip
             after = other.tensors()
             assert_same({name: after[name] for name in before}, before)
