@@ -17,12 +17,18 @@ def main(arguments: list[str]) -> None:
     """Run what ``arguments`` name, as ``python`` would.
 
     Raises:
-        RuntimeError: no model was prepared with owned matrices when it ended.
+        RuntimeError: no launcher has started this process, or no model was prepared with owned matrices at the end.
     """
     is_module = arguments[:1] == ["-m"]
     script = arguments[1:] if is_module else arguments
     if not script:
         raise SystemExit(__doc__)
+    if "LOCAL_RANK" not in os.environ and "ACCELERATE_USE_FSDP" not in os.environ:
+        # Known before hours of training, other than what is checked at the end.
+        raise RuntimeError(
+            "nothing has launched this process, so Accelerate will not shard its model: start it with "
+            "accelerate launch --config_file ... -m dmuon_lightning.accelerate.run, or run the script itself"
+        )
     enable()
     sys.argv[:] = script
     if is_module:

@@ -129,10 +129,15 @@ def test_a_run_without_fsdp_is_an_error(tmp_path: Path) -> None:
 
 def test_run_is_an_error_if_nothing_was_converted(tmp_path: Path) -> None:
     (tmp_path / "says.py").write_text("import sys; print(__name__, sys.argv)")
-    done = start("-m", "dmuon_lightning.accelerate.run", tmp_path / "says.py", "--lr", "1", check=False)
+    command = ("-m", "dmuon_lightning.accelerate.run", tmp_path / "says.py", "--lr", "1")
+    done = start(*command, check=False, ACCELERATE_USE_FSDP="true")
     assert done.returncode == 1
     assert done.stdout == f"__main__ {[str(tmp_path / 'says.py'), '--lr', '1']}\n"
     assert "DMuon is on (dmuon_lightning.accelerate was enabled), but no model was prepared" in done.stderr
+    without_launcher = start(*command, check=False)
+    assert without_launcher.returncode == 1
+    assert without_launcher.stdout == ""
+    assert "start it with accelerate launch" in without_launcher.stderr
 
 
 def test_a_checkpoint_loads_into_plain_fsdp2(tmp_path: Path) -> None:
