@@ -200,8 +200,9 @@ class Muon(torch.optim.Optimizer):
         checked before the first parameter is written.
 
         Raises:
-            RuntimeError: a gradient or a state tensor does not fit its parameter; nothing was updated. Raised on the
-                rank that has it, and with ``qk_clip`` on all ranks; others would go on, because a step is local.
+            RuntimeError: a gradient or a state tensor does not fit its parameter, or a logit of ``qk_clip`` is NaN or
+                inf; nothing was updated. Raised on the rank that has it, and with ``qk_clip`` on all ranks; others
+                would go on, because a step is local.
         """
         loss = None
         if closure is not None:
