@@ -40,7 +40,7 @@ def adopt_groups(saved: list[dict[str, Any]], current: list[dict[str, Any]]) -> 
     """
     adopted = []
     for index, (theirs, ours) in enumerate(zip(saved, current, strict=True)):
-        problem = group_problem(theirs, ours) or _names_problem(theirs, ours)
+        problem = group_problem(theirs, ours) or names_problem(theirs, ours)
         if problem:
             raise ValueError(f"Muon: {group_label(index)} {problem}")
         own_keys = ("algorithm", "name", *GROUP_DEFAULTS[ours["algorithm"]])
@@ -64,7 +64,8 @@ def group_problem(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
     return None
 
 
-def _names_problem(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
+def names_problem(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
+    """Which parameters of a saved group, by position, have other names than ours; None if none or without names."""
     pairs = zip(theirs.get("param_names") or [], ours.get("param_names") or [], strict=False)
     other = [(saved, name) for saved, name in pairs if canonical_name(saved) != canonical_name(name)]
     if not other:
