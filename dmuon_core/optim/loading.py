@@ -19,9 +19,12 @@ from dmuon_core.owned_tensor import OwnedTensor, own_like
 #: What each algorithm cannot go on without of a parameter's state, and what it also keeps.
 STATE_KEYS = {"muon": (MOMENTUM,), "adamw": ("step", "exp_avg", "exp_avg_sq")}
 _MORE_KEYS = {"muon": (SECOND,), "adamw": ()}
-#: Options that say what an update is made of and how it is computed. They stay as the optimizer was built, whatever a
-#: checkpoint says, which brings back numbers such as the learning rate.
-OWN_OPTIONS = ("split", "normuon", "batched", "compile", "ns_form", "ns_dtype")
+#: Options that say how an update is made: they are the program's and stay as the optimizer was built, whatever a
+#: checkpoint says. Numbers that schedules change (learning rate, weight decay, momentum, betas, eps) come from it.
+OWN_OPTIONS = (
+    "split", "normuon", "batched", "compile", "ns_form", "ns_dtype", "ns_coefficients", "ns_steps", "nesterov",
+    "adjust_lr_fn", "cautious_weight_decay", "maximize",
+)  # fmt: skip
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:

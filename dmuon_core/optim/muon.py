@@ -57,7 +57,9 @@ class Muon(torch.optim.Optimizer):
     for an owned parameter, with no rows where it is not the owner, because checkpoint tools expect the same state on
     all ranks. ``load_state_dict`` takes state saved by this class, by ``torch.optim.Muon`` or ``torch.optim.AdamW``, as
     plain full tensors (the same on every rank), owned tensors of any owner, or sharded DTensors; it ends with the
-    placement of its parameter. Loading is collective where a DTensor or another owner's tensor has to move, else local.
+    placement of its parameter. The learning rate, weight decay, momentum, betas and eps of a group come from the saved
+    one; how an update is made (all other options) stays as this optimizer was built. Loading is collective where a
+    DTensor or another owner's tensor has to move, else local.
 
     Args:
         params: what to train, see above.

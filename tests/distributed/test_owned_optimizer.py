@@ -357,6 +357,7 @@ class Embedded(nn.Module):
         (torch.optim.SGD, False, None),
     ],
 )
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # Adagrad's
 def test_gradients_of_other_parameters_are_checked_before_any_step(other, sparse, said):
     torch.manual_seed(0)
     model = Embedded(sparse)

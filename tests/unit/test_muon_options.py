@@ -256,16 +256,6 @@ def test_unfit_normuon_state_leaves_everything_untouched():
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_options_come_back_with_a_checkpoint():
-    options = {"beta2": 0.5, "cautious_weight_decay": True}
-    optimizer = Muon([("w", nn.Parameter(randn(4, 6)))], **options, ns_coefficients=[[2.0, -1.5, 0.5]])
-    other = Muon([("w", nn.Parameter(randn(4, 6)))])
-    other.load_state_dict(optimizer.state_dict())
-    (group,) = other.param_groups
-    assert {key: group[key] for key in options} == options
-    assert group["ns_coefficients"] == ((2.0, -1.5, 0.5),)
-
-
 # ----------------------------------------------------------------------------------------------------------- signatures
 
 

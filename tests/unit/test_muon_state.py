@@ -56,12 +56,12 @@ def test_resuming_equals_training_on():
     assert_equal(resumed, params)
 
 
-def test_loading_brings_the_saved_options():
-    _, optimizer = build(momentum=0.5, ns_steps=3, adamw_betas=(0.5, 0.6))
+def test_loading_brings_the_saved_numbers():
+    _, optimizer = build(momentum=0.5, eps=1e-5, adamw_betas=(0.5, 0.6))
     _, other = build()
     other.load_state_dict(through_file(optimizer.state_dict()))
     muon, adamw = other.param_groups
-    assert (muon["momentum"], muon["ns_steps"], adamw["betas"]) == (0.5, 3, (0.5, 0.6))
+    assert (muon["momentum"], muon["eps"], adamw["betas"]) == (0.5, 1e-5, (0.5, 0.6))
     assert "momentum" not in adamw
 
 
@@ -262,7 +262,29 @@ def test_how_updates_are_computed_stays_when_another_run_is_loaded():
     optimizer.step()
 
 
-@pytest.mark.parametrize(("name", "value"), [("momentum", 3.0), ("ns_steps", -1), ("adjust_lr_fn", "all")])
+def test_only_numbers_of_a_changed_run_are_loaded():
+    """How an update is made is the program's: every other option has been changed."""
+    changed = {
+        "nesterov": False, "ns_coefficients": "polar_express", "ns_steps": 3, "adjust_lr_fn": "match_rms_adamw",
+        "ns_dtype": torch.float32, "ns_form": "gram", "batched": True, "maximize": True, "cautious_weight_decay": True,
+        "normuon": True, "split": 2,
+    }  # fmt: skip
+    numbers = {"lr": 0.5, "weight_decay": 0.25, "momentum": 0.5, "eps": 1e-5, "beta2": 0.75}
+    _, saved = stepped(**changed, **numbers)
+    saved.add_param_group({"params": [("b", nn.Parameter(torch.ones(3)))], "algorithm": "adamw", "betas": (0.5, 0.75)})
+    for former, now in ((saved, stepped()[1]), (stepped()[1], stepped(**changed)[1])):
+        if former is saved:
+            now.add_param_group({"params": [("b", nn.Parameter(torch.ones(3)))], "algorithm": "adamw"})
+        before = copy.deepcopy(now.param_groups)
+        now.load_state_dict(copy.deepcopy(former.state_dict()))
+        for theirs, ours, group in zip(former.param_groups, before, now.param_groups, strict=True):
+            for name in group.keys() - {"params", "param_names"}:
+                expected = theirs if name in (*numbers, "betas") else ours
+                assert group[name] == expected[name], name
+        now.step()
+
+
+@pytest.mark.parametrize(("name", "value"), [("momentum", 3.0), ("beta2", -1.0), ("eps", "small")])
 def test_an_option_that_cannot_be_is_not_loaded(name, value):
     p, optimizer = stepped()
     saved = copy.deepcopy(optimizer.state_dict())
