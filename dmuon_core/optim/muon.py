@@ -95,7 +95,8 @@ class Muon(torch.optim.Optimizer):
             adds state "second_momentum_buffer", one number a row.
         beta2: decay of that mean, in [0, 1).
         compile: run the step of Muon groups through ``torch.compile``. Results are then within rounding of the
-            eager ones, not equal.
+            eager ones, not equal. Each shape is compiled once; learning rate, weight decay, momentum and beta2 may
+            change at every step.
         qk_clip: scale query and key heads with too large logits after the update, :class:`QKClip`; the step then
             issues a small all-reduce.
         adamw_lr: learning rate of AdamW groups; None takes ``lr``.
