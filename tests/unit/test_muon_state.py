@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from dmuon_core.optim import Muon, QKClip, QKLayer
 
@@ -284,6 +286,20 @@ def test_only_numbers_of_a_changed_run_are_loaded():
         now.step()
 
 
+def test_a_run_goes_on_with_normuon_as_the_docs_say(tmp_path):
+    p, saved = stepped()
+    q, optimizer = stepped(normuon=True)
+    states = [get_optimizer_state_dict(nn.ParameterDict({"w": w}), o) for w, o in ((p, saved), (q, optimizer))]
+    dcp.save(states[0], checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(dcp.api.CheckpointException, match=r"Missing key in checkpoint state_dict: .*second_momentum"):
+        dcp.load(states[1], checkpoint_id=tmp_path, no_dist=True)
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(states[1], checkpoint_id=tmp_path, no_dist=True, planner=planner)
+    set_optimizer_state_dict(nn.ParameterDict({"w": q}), optimizer, states[1])
+    assert torch.equal(optimizer.state[q]["momentum_buffer"], saved.state[p]["momentum_buffer"])
+    optimizer.step()
+
+
 @pytest.mark.parametrize(("name", "value"), [("momentum", 3.0), ("beta2", -1.0), ("eps", "small")])
 def test_an_option_that_cannot_be_is_not_loaded(name, value):
     p, optimizer = stepped()
@@ -321,6 +337,15 @@ def test_coefficients_may_be_set_later_as_lists():
     other.param_groups[0]["ns_coefficients"] = (2.0, -1.5, 0.5)
     optimizer.step()
     other.step()
+    assert torch.equal(p, q)
+
+
+def test_a_dtype_may_be_set_later():
+    p, optimizer = stepped()
+    q, other = stepped()
+    for o, value in ((optimizer, torch.float32), (other, "float32")):
+        o.param_groups[0]["ns_dtype"] = value
+        o.step()
     assert torch.equal(p, q)
 
 
