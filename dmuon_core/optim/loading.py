@@ -67,6 +67,31 @@ def group_problem(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
     return None
 
 
+def without_matched_names(state_dict: dict[str, Any], current: list[dict[str, Any]]) -> dict[str, Any]:
+    """``state_dict`` without the ``param_names`` of groups whose parameters were matched by name already. Local.
+
+    ``set_optimizer_state_dict`` hands over names where the numbers of parameters should be, in our order; the
+    ``param_names`` that it brings along still have the order in which they were saved.
+    """
+
+    def matched(theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
+        names, known = theirs["params"], ours.get("param_names", [])
+        if len(names) != len(known) or not all(isinstance(name, str) for name in names):
+            return False
+        # Either may be the name in a part of the other's model.
+        pairs = [(canonical_name(a), canonical_name(b)) for a, b in zip(names, known, strict=True)]
+        return all(f".{a}".endswith(f".{b}") or f".{b}".endswith(f".{a}") for a, b in pairs)
+
+    groups = state_dict.get("param_groups", [])
+    if len(groups) != len(current):  # which is refused later; or a hook of the user's will bring them
+        return state_dict
+    kept = [
+        {key: value for key, value in theirs.items() if key != "param_names"} if matched(theirs, ours) else theirs
+        for theirs, ours in zip(groups, current, strict=True)
+    ]
+    return {**state_dict, "param_groups": kept}
+
+
 def names_problem(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
     """Which parameters of a saved group, by position, have other names than ours; None if none or without names."""
     pairs = zip(theirs.get("param_names") or [], ours.get("param_names") or [], strict=False)

@@ -22,6 +22,7 @@ from dmuon_core.optim.loading import (
     place_state,
     sizes_problem,
     state_keys,
+    without_matched_names,
 )
 from dmuon_core.optim.local import gradient_problem, state_problem
 from dmuon_core.optim.options import GROUP_DEFAULTS, check_defaults, options_problem
@@ -288,7 +289,7 @@ class Muon(torch.optim.Optimizer):
             ValueError: the groups or shapes differ; nothing was loaded.
         """
         try:
-            super().load_state_dict(state_dict)
+            super().load_state_dict(without_matched_names(state_dict, self.param_groups))
         except ValueError as error:
             problem = sizes_problem(state_dict.get("param_groups", []), self.param_groups)
             if problem is None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dmuon_core.optim.first_state import make_first_state, writes_into
 from dmuon_core.optim.groups import group_label, model_groups
-from dmuon_core.optim.loading import names_problem
+from dmuon_core.optim.loading import names_problem, without_matched_names
 from dmuon_core.optim.local import gradient_problem, is_stepped_here, local
 from dmuon_core.optim.owned_checks import closure_problem, other_gradient_problem
 from dmuon_core.optim.owned_state import gather_state, place_states, portable, restored, shielded
@@ -223,7 +223,8 @@ class OwnedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the groups differ in number or size, or are of parameters with other names; nothing was loaded.
         """
-        super().load_state_dict({**state_dict, "state": shielded(state_dict["state"])})
+        matched = without_matched_names(state_dict, self.param_groups)
+        super().load_state_dict({**matched, "state": shielded(state_dict["state"])})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "defaults" in state:  # from copy or pickle

@@ -397,6 +397,11 @@ def test_state_of_parameters_with_other_names_is_refused():
     ):
         other.load_state_dict(state)
     assert not any(other.state.values())
+    by_name = get_optimizer_state_dict(models[0], saved)
+    with pytest.raises(ValueError, match="was saved with other parameters"):
+        other.load_state_dict(by_name)  # goes by position
+    set_optimizer_state_dict(models[1], other, by_name)
+    assert (other.state[models[1].blocks[0]["a"].weight]["momentum_buffer"] == 1).all()
     same.load_state_dict(state)
     assert (same.state[models[2].blocks[0]["b"].weight]["momentum_buffer"] == 2).all()
     for group in state["param_groups"]:

@@ -391,3 +391,25 @@ def test_a_bad_gradient_stays_in_its_matrix(bad, batched):
     Muon([alone], ns_dtype=torch.float32).step()
     assert spoiled.isnan().all()
     torch.testing.assert_close(sound, alone, rtol=0, atol=1e-8)
+
+
+def test_state_that_was_matched_by_name_may_have_been_saved_in_another_order():
+    def build(*names: str) -> tuple[nn.Module, Muon]:
+        model = nn.Module()
+        for name in names:
+            model.register_parameter(name, nn.Parameter(torch.ones(4, 6)))
+        # The optimizer's names may be those in a part of the model, or in a wrapper.
+        return model, Muon([(f"wrapper.{name}", p) for name, p in model.named_parameters()])
+
+    (model, optimizer), (other, resumed) = build("a", "b"), build("b", "a")
+    for value, p in enumerate(model.parameters(), 1):
+        p.grad = torch.full((4, 6), float(value))
+    optimizer.step()
+    saved = get_optimizer_state_dict(model, optimizer)
+    with pytest.raises(ValueError, match="parameter group 0 was saved with other parameters"):
+        resumed.load_state_dict(saved)  # goes by position
+    set_optimizer_state_dict(other, resumed, saved)
+    for name, p in other.named_parameters():
+        expected = optimizer.state[model.get_parameter(name)]["momentum_buffer"]
+        assert torch.equal(resumed.state[p]["momentum_buffer"], expected)
+    assert resumed.param_groups[0]["param_names"] == ["wrapper.b", "wrapper.a"]
