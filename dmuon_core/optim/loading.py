@@ -19,9 +19,12 @@ from dmuon_core.owned_tensor import OwnedTensor, own_like
 #: What each algorithm cannot go on without of a parameter's state, and what it also keeps.
 STATE_KEYS = {"muon": (MOMENTUM,), "adamw": ("step", "exp_avg", "exp_avg_sq")}
 _MORE_KEYS = {"muon": (SECOND,), "adamw": ()}
-#: Options that say what an update is made of and how it is computed. They stay as the optimizer was built, whatever a
-#: checkpoint says, which brings back numbers such as the learning rate.
-OWN_OPTIONS = ("split", "normuon", "batched", "compile", "ns_form", "ns_dtype")
+#: Options that say how an update is made: they are the program's and stay as the optimizer was built, whatever a
+#: checkpoint says. Numbers that schedules change (learning rate, weight decay, momentum, betas, eps) come from it.
+OWN_OPTIONS = (
+    "split", "normuon", "batched", "compile", "ns_form", "ns_dtype", "ns_coefficients", "ns_steps", "nesterov",
+    "adjust_lr_fn", "cautious_weight_decay", "maximize",
+)  # fmt: skip
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
@@ -40,7 +43,7 @@ def adopt_groups(saved: list[dict[str, Any]], current: list[dict[str, Any]]) -> 
     """
     adopted = []
     for index, (theirs, ours) in enumerate(zip(saved, current, strict=True)):
-        problem = group_problem(theirs, ours) or _names_problem(theirs, ours)
+        problem = group_problem(theirs, ours) or names_problem(theirs, ours)
         if problem:
             raise ValueError(f"Muon: {group_label(index)} {problem}")
         own_keys = ("algorithm", "name", *GROUP_DEFAULTS[ours["algorithm"]])
@@ -64,7 +67,33 @@ def group_problem(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
     return None
 
 
-def _names_problem(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
+def without_matched_names(state_dict: dict[str, Any], current: list[dict[str, Any]]) -> dict[str, Any]:
+    """``state_dict`` without the ``param_names`` of groups whose parameters were matched by name already. Local.
+
+    ``set_optimizer_state_dict`` hands over names where the numbers of parameters should be, in our order; the
+    ``param_names`` that it brings along still have the order in which they were saved.
+    """
+
+    def matched(theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
+        names, known = theirs["params"], ours.get("param_names", [])
+        if len(names) != len(known) or not all(isinstance(name, str) for name in names):
+            return False
+        # Either may be the name in a part of the other's model.
+        pairs = [(canonical_name(a), canonical_name(b)) for a, b in zip(names, known, strict=True)]
+        return all(f".{a}".endswith(f".{b}") or f".{b}".endswith(f".{a}") for a, b in pairs)
+
+    groups = state_dict.get("param_groups", [])
+    if len(groups) != len(current):  # which is refused later; or a hook of the user's will bring them
+        return state_dict
+    kept = [
+        {key: value for key, value in theirs.items() if key != "param_names"} if matched(theirs, ours) else theirs
+        for theirs, ours in zip(groups, current, strict=True)
+    ]
+    return {**state_dict, "param_groups": kept}
+
+
+def names_problem(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
+    """Which parameters of a saved group, by position, have other names than ours; None if none or without names."""
     pairs = zip(theirs.get("param_names") or [], ours.get("param_names") or [], strict=False)
     other = [(saved, name) for saved, name in pairs if canonical_name(saved) != canonical_name(name)]
     if not other:

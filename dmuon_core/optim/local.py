@@ -36,8 +36,11 @@ def zeros_for_state(p: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     return torch.zeros_like(p, memory_format=torch.preserve_format)
 
 
-def gradient_problem(p: Tensor, algorithm: str) -> str | None:
-    """Say why the gradient of ``p`` (not None) cannot be applied, and the remedy; None if it can. Local."""
+def gradient_problem(p: Tensor, algorithm: str, *, sparse: bool = False) -> str | None:
+    """Say why the gradient of ``p`` (not None) cannot be applied, and the remedy; None if it can. Local.
+
+    ``sparse``: whether it may be sparse.
+    """
     grad = p.grad
     assert grad is not None
     if algorithm == "muon" and isinstance(p, DTensor) and not isinstance(p, OwnedTensor):
@@ -47,7 +50,7 @@ def gradient_problem(p: Tensor, algorithm: str) -> str | None:
             "(dedicate_params, DMuonStrategy with Lightning, DMuonPlugin or enable() with Accelerate), or "
             'put it in a group with algorithm="adamw"'
         )
-    if grad.layout != torch.strided:
+    if grad.layout != torch.strided and not sparse:
         return f"its gradient is sparse ({grad.layout}); build the layer with sparse=False"
     if grad.is_complex() and algorithm == "muon":
         return 'its gradient is complex; put it in a group with algorithm="adamw"'

@@ -22,6 +22,7 @@ from dmuon_core.optim.loading import (
     place_state,
     sizes_problem,
     state_keys,
+    without_matched_names,
 )
 from dmuon_core.optim.local import gradient_problem, state_problem
 from dmuon_core.optim.options import GROUP_DEFAULTS, check_defaults, options_problem
@@ -57,7 +58,9 @@ class Muon(torch.optim.Optimizer):
     for an owned parameter, with no rows where it is not the owner, because checkpoint tools expect the same state on
     all ranks. ``load_state_dict`` takes state saved by this class, by ``torch.optim.Muon`` or ``torch.optim.AdamW``, as
     plain full tensors (the same on every rank), owned tensors of any owner, or sharded DTensors; it ends with the
-    placement of its parameter. Loading is collective where a DTensor or another owner's tensor has to move, else local.
+    placement of its parameter. The learning rate, weight decay, momentum, betas and eps of a group come from the saved
+    one; how an update is made (all other options) stays as this optimizer was built. Loading is collective where a
+    DTensor or another owner's tensor has to move, else local.
 
     Args:
         params: what to train, see above.
@@ -93,7 +96,8 @@ class Muon(torch.optim.Optimizer):
             adds state "second_momentum_buffer", one number a row.
         beta2: decay of that mean, in [0, 1).
         compile: run the step of Muon groups through ``torch.compile``. Results are then within rounding of the
-            eager ones, not equal.
+            eager ones, not equal. Each shape is compiled once; learning rate, weight decay, momentum and beta2 may
+            change at every step.
         qk_clip: scale query and key heads with too large logits after the update, :class:`QKClip`; the step then
             issues a small all-reduce.
         adamw_lr: learning rate of AdamW groups; None takes ``lr``.
@@ -200,8 +204,9 @@ class Muon(torch.optim.Optimizer):
         checked before the first parameter is written.
 
         Raises:
-            RuntimeError: a gradient or a state tensor does not fit its parameter; nothing was updated. Raised on the
-                rank that has it, and with ``qk_clip`` on all ranks; others would go on, because a step is local.
+            RuntimeError: a gradient or a state tensor does not fit its parameter, or a logit of ``qk_clip`` is NaN or
+                inf; nothing was updated. Raised on the rank that has it, and with ``qk_clip`` on all ranks; others
+                would go on, because a step is local.
         """
         loss = None
         if closure is not None:
@@ -284,7 +289,7 @@ class Muon(torch.optim.Optimizer):
             ValueError: the groups or shapes differ; nothing was loaded.
         """
         try:
-            super().load_state_dict(state_dict)
+            super().load_state_dict(without_matched_names(state_dict, self.param_groups))
         except ValueError as error:
             problem = sizes_problem(state_dict.get("param_groups", []), self.param_groups)
             if problem is None:

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from dmuon_core.optim.first_state import make_first_state, writes_into
-from dmuon_core.optim.groups import model_groups
+from dmuon_core.optim.groups import group_label, model_groups
+from dmuon_core.optim.loading import names_problem, without_matched_names
 from dmuon_core.optim.local import gradient_problem, is_stepped_here, local
+from dmuon_core.optim.owned_checks import closure_problem, other_gradient_problem
 from dmuon_core.optim.owned_state import gather_state, place_states, portable, restored, shielded
 from dmuon_core.owned_tensor import OwnedTensor
 from dmuon_core.registry import drop_pending
@@ -27,7 +29,8 @@ class OwnedOptimizer(torch.optim.Optimizer):
     ``matrix`` gets ordinary parameters: on the owner the whole matrix, and in ``step`` its whole gradient; elsewhere a
     stand-in of the same shape, without memory or gradient, which every optimizer passes over. So whatever computes on
     one matrix at a time (SOAP, Shampoo, ``torch.optim.Muon``) gives what it gives in one process. What combines
-    matrices, such as a norm over all of them, sees those of one rank only. ``other`` gets the remaining parameters, as
+    matrices, such as a norm over all of them, sees those of one rank only; and what draws random numbers (Kron) draws
+    others in every layout. ``other`` gets the remaining parameters, as
     FSDP2 has them. Both may make param groups of what they get.
 
     Param groups are those of ``matrix``, then those of ``other``, with the model's parameters in them: schedulers and
@@ -42,7 +45,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
 
     Raises:
         ValueError: there are no matrices, or other parameters without ``other``; an optimizer leaves out or invents
-            parameters.
+            parameters, or needs a closure in its step (LBFGS, SAM).
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         self.other = other([p for _, p in named_others]) if other is not None and named_others else None
         self._real = {id(self._local[id(p)]): p for _, p in named_matrices} | {id(p): p for _, p in named_others}
         for given, optimizer in ((named_matrices, self.matrix), (named_others, self.other)):
-            self._check_complete(given, optimizer)
+            self._check_fit(given, optimizer)
         has_state = bool(self.matrix.state) or bool(self.other is not None and self.other.state)
         for p in self._matrices():
             if not is_stepped_here(p):
@@ -103,7 +106,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         ``closure`` runs first, once, with gradients enabled, and its value is returned.
 
         Raises:
-            RuntimeError: the gradient of a matrix does not fit, or parameters were replaced; nothing was updated.
+            RuntimeError: a gradient does not fit, or parameters were replaced; nothing was updated.
         """
         loss = None
         if closure is not None:
@@ -115,8 +118,13 @@ class OwnedOptimizer(torch.optim.Optimizer):
                 "OwnedOptimizer: other parameters were put in place of those that it was built with, so nothing would "
                 "be trained; build it after the model was sharded. No parameter was updated"
             )
-        for p in self._matrices():
-            problem = gradient_problem(p, "muon") if p.grad is not None else None
+        for p in self._real.values():
+            if p.grad is None:
+                continue
+            if self.other is None or id(p) in self._local:
+                problem = gradient_problem(p, "muon")
+            else:
+                problem = other_gradient_problem(p, self.other)
             if problem:
                 raise RuntimeError(
                     f"OwnedOptimizer: parameter {self._names[id(p)]!r}: {problem}. No parameter was updated"
@@ -210,13 +218,21 @@ class OwnedOptimizer(torch.optim.Optimizer):
 
     @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` gave, or the like of a plain model, by position. Collective."""
-        super().load_state_dict({**state_dict, "state": shielded(state_dict["state"])})
+        """Load what ``state_dict`` gave, or the like of a plain model, by position. Collective.
+
+        Raises:
+            ValueError: the groups differ in number or size, or are of parameters with other names; nothing was loaded.
+        """
+        matched = without_matched_names(state_dict, self.param_groups)
+        super().load_state_dict({**matched, "state": shielded(state_dict["state"])})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "defaults" in state:  # from copy or pickle
             raise TypeError("an OwnedOptimizer cannot be copied or pickled: save its state_dict()")
         # load_state_dict comes here with matched groups and state.
+        for index, (theirs, ours) in enumerate(zip(state["param_groups"], self.param_groups, strict=True)):
+            if problem := names_problem(theirs, ours):
+                raise ValueError(f"OwnedOptimizer: {group_label(index)} {problem}")
         for inner, group in zip(self._inner_groups(), state["param_groups"], strict=True):
             group.update((key, restored(value, inner.get(key))) for key, value in group.items())
         place_states([p for group in state["param_groups"] for p in group["params"]], state["state"])
@@ -244,9 +260,11 @@ class OwnedOptimizer(torch.optim.Optimizer):
         if self.other is not None:
             yield from self.other.param_groups
 
-    def _check_complete(self, given: list[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer | None) -> None:
+    def _check_fit(self, given: list[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer | None) -> None:
         if optimizer is None:
             return
+        if problem := closure_problem(optimizer):
+            raise ValueError(f"OwnedOptimizer: {problem}")
         taken = {id(self._real.get(id(p))) for group in optimizer.param_groups for p in group["params"]}
         missing = [name for name, p in given if id(p) not in taken]
         if missing or len(taken) != len(given):

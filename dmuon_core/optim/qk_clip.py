@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,8 +48,9 @@ class QKClip:
     those times ``threshold / S_h``: key and query rows by the square root of it each. Key heads that serve several
     query heads are scaled for the largest, and each of their query heads by what is left to do for it.
 
-    With it ``Muon.step`` issues one small all-reduce for each dimension of the mesh: one float32 a head, and one that
-    tells all ranks if a rank cannot step.
+    With it ``Muon.step`` issues one small all-reduce for each dimension of the mesh of owned or sharded parameters, or
+    one over the default process group if all parameters are plain (a replicated model): one float32 a head and a layer,
+    and one that tells all ranks if a rank cannot step. Logits that are NaN or +inf on any rank end the step on all.
 
     Args:
         layers: a :class:`QKLayer` for each layer, by a name of your choice.
@@ -64,7 +65,8 @@ class QKClip:
         if not layers:
             raise ValueError("QKClip: there are no layers; leave it out, or name the attention layers to watch")
         for name, layer in layers.items():
-            if layer.heads < 1 or layer.heads % (layer.key_heads or layer.heads):
+            key_heads = layer.heads if layer.key_heads is None else layer.key_heads
+            if layer.heads < 1 or key_heads < 1 or layer.heads % key_heads:
                 raise ValueError(f"QKClip: layer {name!r} has {layer.heads} heads for {layer.key_heads} key heads")
         self.layers = dict(layers)
         self.threshold = threshold
@@ -95,7 +97,7 @@ class QKClip:
         """Find the layers' rows in the parameters of an optimizer, by name. Local; called by ``Muon``.
 
         Raises:
-            ValueError: a name that is not there, or a parameter with too few rows.
+            ValueError: a name that is not there, a parameter with too few rows, or heads that do not fit its rows.
         """
         rows: dict[str, list[tuple[str, str, int, int]]] = {}
         for name, layer in self.layers.items():
@@ -106,16 +108,16 @@ class QKClip:
                     f"QKClip: layer {name!r} names {missing}, which the optimizer does not have under that name; give "
                     "it the model or (name, parameter) pairs"
                 )
-            head_dim = layer.head_dim or params[queries[0]].shape[0] // layer.heads
+            head_dim = _head_dim(name, layer, queries[0], params[queries[0]].shape[0])
             for role, fqns, start, heads in (
                 ("query", queries, layer.query_start, layer.heads),
                 ("key", keys, layer.key_start, layer.key_heads or layer.heads),
             ):
                 for fqn in fqns:
-                    if start + heads * head_dim > params[fqn].shape[0]:
+                    if start < 0 or start + heads * head_dim > params[fqn].shape[0]:
                         raise ValueError(
-                            f"QKClip: {heads} {role} heads of {head_dim} rows from row {start} on do not fit "
-                            f"{fqn!r} of shape {tuple(params[fqn].shape)}"
+                            f"QKClip: layer {name!r}: {heads} {role} heads of {head_dim} rows from row {start} on do "
+                            f"not fit {fqn!r} of shape {tuple(params[fqn].shape)}"
                         )
                     rows.setdefault(fqn, []).append((name, role, start, head_dim))
         self._rows = rows
@@ -126,29 +128,41 @@ class QKClip:
         Every rank must call it, whether it has recorded or not, and whether it can step or has a ``problem``.
 
         Raises:
-            RuntimeError: a rank has a problem; on all of them, and what was recorded is kept.
+            RuntimeError: on all ranks, if one has a problem (what was recorded is kept), or if one has recorded a logit
+                that is NaN or +inf (what was recorded is forgotten, so that a loop may pass over the step).
         """
         first = params[next(iter(self._rows))]
-        parts = []
+        parts, flags = [], []
         for name, layer in self.layers.items():
             nothing = torch.full((layer.heads,), -torch.inf, device=first.device)
-            parts.append(self._largest.get(name, nothing).to(first.device))
-        # The last one is no head: it brings word of a problem without a collective of its own.
-        parts.append(torch.full((1,), 0.0 if problem is None else 1.0, device=first.device))
-        largest = torch.cat(parts)
-        mesh = next((p.device_mesh for p in params.values() if isinstance(p, OwnedTensor)), None)
-        for dim in range(0 if mesh is None else mesh.ndim):
-            assert mesh is not None
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group(dim))
-        if problem is not None or (mesh is not None and largest[-1] > 0):
+            most = self._largest.get(name, nothing).to(first.device)
+            unfit = most.isnan() | (most == torch.inf)
+            # Flags of their own, because what a maximum over NaN is depends on the backend.
+            parts.append(torch.where(unfit, -torch.inf, most))
+            flags.append(unfit.any().float())
+        # The last one is no layer: it brings word of a problem without a collective of its own.
+        flags.append(torch.full((), 0.0 if problem is None else 1.0, device=first.device))
+        largest = torch.cat([*parts, torch.stack(flags)])
+        for group in _groups(params.values()):
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        *unfit_layers, elsewhere = largest[-len(flags) :].tolist()
+        if problem is not None or elsewhere:
             raise RuntimeError(
                 problem or "Muon: another rank cannot take this step, see its error. No parameter was updated"
             )
         self._largest = {}
+        unfit_names = [name for name, flag in zip(self.layers, unfit_layers, strict=True) if flag]
+        if unfit_names:
+            raise RuntimeError(
+                f"QKClip: the attention logits of layer {', '.join(map(repr, unfit_names))} were inf or NaN on some "
+                "rank, and no factor mends that: lower the learning rate or the threshold, or compute and record the "
+                "logits in a wider dtype. No parameter was updated"
+            )
         factors: dict[tuple[str, str], Tensor] = {}
         counts = [layer.heads for layer in self.layers.values()]
-        for (name, layer), most in zip(self.layers.items(), largest[:-1].split(counts), strict=True):
+        for (name, layer), most in zip(self.layers.items(), largest[: -len(flags)].split(counts), strict=True):
             factor = torch.where(most > self.threshold, self.threshold / most, 1.0)
+            factor = factor.clamp(min=torch.finfo(factor.dtype).tiny)  # it is divided by below
             key = factor.view(layer.key_heads or layer.heads, -1).amin(1).sqrt()
             factors[name, "key"] = key
             factors[name, "query"] = factor / key.repeat_interleave(layer.heads // len(key))
@@ -170,6 +184,30 @@ class QKClip:
 
 def _names(names: str | Sequence[str]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _head_dim(name: str, layer: QKLayer, fqn: str, rows: int) -> int:
+    if layer.head_dim is not None and layer.head_dim < 1:
+        raise ValueError(f"QKClip: layer {name!r}: head_dim must be positive, got {layer.head_dim}")
+    if layer.head_dim is None and rows % layer.heads:
+        raise ValueError(
+            f"QKClip: layer {name!r}: the {rows} rows of {fqn!r} cannot be divided into {layer.heads} heads; give "
+            "head_dim"
+        )
+    return layer.head_dim or rows // layer.heads
+
+
+def _groups(params: Iterable[Tensor]) -> list[dist.ProcessGroup | None]:
+    """The groups to reduce over, one after the other, so that it is over all ranks that train these parameters.
+
+    None is the default group, over which plain parameters are replicated. The same on every rank.
+    """
+    meshes = [(isinstance(p, OwnedTensor), p.device_mesh) for p in params if isinstance(p, DTensor)]
+    if meshes:
+        # Owned parameters have the whole mesh; of meshes of sharded ones the largest is.
+        _, mesh = max(meshes, key=lambda entry: (entry[0], entry[1].size()))
+        return [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    return [None] if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 else []
 
 
 def _first_row(p: Tensor) -> int:

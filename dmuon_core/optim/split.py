@@ -6,7 +6,7 @@ import fnmatch
 import functools
 import math
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,14 +92,16 @@ def parse_split(spec: str | None, shape: tuple[int, ...], name: str = "the param
             "'rows:4096,1024,1024', 'columns:12', 'experts' and 'experts rows:2'"
         )
 
-    words = (spec or "whole").split()
+    words = ["whole"] if spec is None else spec.split()
     experts = words[:1] == ["experts"]
     words = words[1:] if experts else words
     if experts and len(shape) < 3:
         raise fail("stacked experts need three dimensions [E, m, n]")
     m, *rest = shape[1:] if experts else shape
-    if words in ([], ["whole"]):
+    if words == ["whole"] or (experts and not words):
         return Split(shape, experts, "rows", (m,))
+    if not words:
+        raise fail("it is empty")
     axis, _, numbers = words[0].partition(":")
     try:
         counts = [int(number) for number in numbers.split(",")]
@@ -145,10 +147,8 @@ def resolve_split(rule: SplitRule | None, name: str, p: Tensor) -> str | None:
         spec = rule
     if spec is None:
         return None
-    if isinstance(spec, int):
-        spec = f"rows:{spec}"
-    elif not isinstance(spec, str):
-        spec = f"rows:{','.join(map(str, spec))}"
+    if not isinstance(spec, str):  # integers of NumPy count too; what cannot be read is refused below
+        spec = f"rows:{','.join(map(str, spec)) if isinstance(spec, Iterable) else spec}"
     parse_split(spec, tuple(p.shape), repr(name) if name else "a parameter")
     return spec
 

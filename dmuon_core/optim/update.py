@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dmuon_core.optim import newton_schulz
 from dmuon_core.optim.local import is_stepped_here, local, zeros_for_state
-from dmuon_core.optim.normuon import normalize_neurons
+from dmuon_core.optim.normuon import lerp, normalize_neurons
 from dmuon_core.optim.split import Split, parse_split
 
 AdjustLrFn = Literal["original", "match_rms_adamw", "none"]
@@ -26,6 +26,10 @@ _STEP_OPTIONS = (
     "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "ns_form",
     "batched", "maximize", "cautious_weight_decay", "beta2",
 )  # fmt: skip
+#: Numbers that schedules change. What is compiled takes them as tensors: a number would be compiled in.
+_CHANGING = ("lr", "weight_decay", "momentum", "beta2")
+#: Kinds of windows (shapes, options) that are compiled; by default torch goes on without compiling after 8.
+_MOST_COMPILED = 1024
 #: Elements whose updates are held at once. It bounds the memory of a batch, and new weights leave window by window.
 _WINDOW = 2**26
 
@@ -73,7 +77,7 @@ def muon_update(group: dict[str, Any], state: Any, *updated: Callable[[Tensor], 
     for window in _windows(group, state):
         matrices = [matrix for _, matrix in window if matrix is not None]
         if matrices:
-            with _no_autocast(matrices[0].weight.device.type):
+            with _no_autocast(matrices[0].weight.device.type), _more_compiled(group["compile"]):
                 step(matrices, **_options(group, matrices[0].weight.device))
         for p, _ in window:
             for call in updated:
@@ -110,12 +114,13 @@ def _matrix(group: dict[str, Any], position: int, state: Any) -> Matrix | None:
 
 def _options(group: dict[str, Any], device: torch.device) -> dict[str, Any]:
     options = {name: group[name] for name in _STEP_OPTIONS}
-    for name in ("lr", "weight_decay"):
+    for name in _CHANGING:
         if isinstance(options[name], Tensor):
             options[name] = options[name].reshape(())
         elif group["compile"]:
-            options[name] = torch.tensor(options[name], dtype=torch.float64)  # a number would be compiled in
-    return {**options, "ns_dtype": NS_DTYPES[group["ns_dtype"]]}
+            options[name] = torch.tensor(options[name], dtype=torch.float64)
+    # A dtype, if it was written into the group later.
+    return {**options, "ns_dtype": NS_DTYPES[str(group["ns_dtype"]).removeprefix("torch.")]}
 
 
 def step_window(
@@ -123,7 +128,7 @@ def step_window(
     *,
     lr: float | Tensor,
     weight_decay: float | Tensor,
-    momentum: float,
+    momentum: float | Tensor,
     nesterov: bool,
     ns_coefficients: Any,
     eps: float,
@@ -134,14 +139,17 @@ def step_window(
     batched: bool,
     maximize: bool,
     cautious_weight_decay: bool,
-    beta2: float,
+    beta2: float | Tensor,
 ) -> None:
     """Step matrices with the hyper-parameters of one group; writes weights and state in place. Local."""
     pieces: list[_Piece] = []
     for matrix in matrices:
         grad = -matrix.grad if maximize else matrix.grad
-        matrix.average.lerp_(grad, 1 - momentum)
-        update = grad.lerp(matrix.average, momentum) if nesterov else matrix.average
+        if isinstance(momentum, Tensor):
+            matrix.average.copy_(lerp(matrix.average, grad, 1 - momentum))
+        else:
+            matrix.average.lerp_(grad, 1 - momentum)
+        update = lerp(grad, matrix.average, momentum) if nesterov else matrix.average
         split = matrix.split
         seconds = split.row_values(matrix.second) if matrix.second is not None else [None] * len(split.sizes)
         for weight, part, second in zip(split.pieces(matrix.weight), split.pieces(update), seconds, strict=True):
@@ -176,7 +184,7 @@ class _Piece:
         weight_decay: float | Tensor,
         adjust_lr_fn: AdjustLrFn | None,
         cautious: bool,
-        beta2: float,
+        beta2: float | Tensor,
     ) -> None:
         update = update.reshape(self.update.shape)
         if self.second is not None:
@@ -229,6 +237,15 @@ def update_scale(shape: tuple[int, ...] | torch.Size, adjust_lr_fn: AdjustLrFn |
 @cache
 def _compiled() -> Callable[..., None]:
     return torch.compile(step_window, dynamic=False)
+
+
+def _more_compiled(compiles: bool) -> AbstractContextManager[Any]:
+    if not compiles:
+        return nullcontext()
+    import torch._dynamo  # compiling imports it anyway, and it takes seconds
+
+    limits: dict[str, Any] = {"recompile_limit": _MOST_COMPILED, "accumulated_recompile_limit": _MOST_COMPILED}
+    return torch._dynamo.config.patch(**limits)
 
 
 def _no_autocast(device_type: str) -> AbstractContextManager[Any]:

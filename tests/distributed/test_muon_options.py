@@ -226,3 +226,31 @@ def test_an_error_on_one_rank_is_one_on_all_with_qk_clip(world, replicas):
         said = "its state 'momentum_buffer' has shape" if rank == 1 else "another rank cannot take this step"
         assert said in message and "No parameter was updated" in message
         assert_close(got, want, 1e-5, f"rank {rank}")
+
+
+def _clip_without_owners(sharded: bool) -> list[Any]:
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.q, model.k = nn.Linear(4, 8, bias=False), nn.Linear(4, 8, bias=False)
+    if sharded:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    clip = QKClip({"layer": QKLayer("q.weight", "k.weight", 2)}, threshold=1.0)
+    algorithm = "adamw" if sharded else "muon"
+    optimizer = Muon([{"params": list(model.named_parameters()), "algorithm": algorithm}], qk_clip=clip)
+    before = [full(p.detach()).clone() for p in model.parameters()]
+    rank = dist.get_rank()
+    clip.record("layer", torch.tensor([1.0, 16.0] if rank else [4.0, 1.0]))
+    optimizer.step()  # no gradients: the clip alone
+    scales = [(full(p.detach()) / b)[:, 0] for p, b in zip(model.parameters(), before, strict=True)]
+    clip.record("layer", torch.tensor([float("nan") if rank else 1.0, 1.0]))
+    error = capture_error(optimizer.step)
+    return [*scales, error.message if error else ""]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_clips_by_the_logits_of_all_ranks_where_nothing_is_owned(sharded):
+    expected = torch.tensor([0.5] * 4 + [0.25] * 4)
+    for query, key, message in run_distributed(_clip_without_owners, 2, sharded):
+        torch.testing.assert_close(query, expected, rtol=1e-6, atol=0)
+        torch.testing.assert_close(key, expected, rtol=1e-6, atol=0)
+        assert "logits of layer 'layer' were inf or NaN on some rank" in message

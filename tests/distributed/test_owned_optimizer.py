@@ -275,6 +275,12 @@ def _corners() -> None:
 
     spoiled = next(p for p in model.parameters() if isinstance(p, OwnedTensor))
     before = full_weights(model)
+    other = next(p for p in model.parameters() if not isinstance(p, OwnedTensor))
+    other.grad = torch.sparse_coo_tensor(size=other.shape)
+    with pytest.raises(RuntimeError, match=r"parameter 'tok_emb.weight': its gradient is sparse.*No parameter"):
+        optimizer.step()
+    other.grad = None
+    assert_equal(full_weights(model), before, "a refused step")
     spoiled.grad = distribute_tensor(torch.zeros(spoiled.shape), spoiled.device_mesh, [Replicate()])
     with pytest.raises(RuntimeError, match=r"OwnedOptimizer: parameter 'blocks\.0\..*: its gradient.*No parameter"):
         optimizer.step()
@@ -307,6 +313,101 @@ def test_peculiar_optimizers_and_errors_on_every_rank():
 def test_incomplete_optimizers_are_refused(matrix, other, message):
     with pytest.raises(ValueError, match=message):
         OwnedOptimizer(MODELS["gpt"](), matrix, other)
+
+
+class NeedsLoss(torch.optim.SGD):
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        raise NotImplementedError
+
+
+class MySAM(torch.optim.SGD):
+    pass
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, NeedsLoss, MySAM])
+@pytest.mark.parametrize("as_other", [False, True])
+def test_optimizers_that_run_the_model_are_refused(kind, as_other):
+    with pytest.raises(
+        ValueError, match=f"{kind.__name__} runs forward and backward inside its step.*use an optimizer"
+    ):
+        OwnedOptimizer(MODELS["gpt"](), stock_muon if as_other else kind, kind if as_other else adamw)
+
+
+class Embedded(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(5, 4, sparse=sparse)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))
+        self.head = nn.Linear(4, 3, bias=False)
+        self.head.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks[1](self.blocks[0](self.emb(x)))).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("other", "sparse", "said"),
+    [
+        (torch.optim.AdamW, True, "its gradient is sparse.*sparse=False"),
+        (torch.optim.RMSprop, True, "its gradient is sparse.*sparse=False"),
+        (torch.optim.SparseAdam, False, "its gradient is dense, and SparseAdam takes only sparse ones"),
+        (torch.optim.SparseAdam, True, None),
+        (torch.optim.Adagrad, True, None),
+        (torch.optim.SGD, True, None),
+        (torch.optim.SGD, False, None),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # Adagrad's
+def test_gradients_of_other_parameters_are_checked_before_any_step(other, sparse, said):
+    torch.manual_seed(0)
+    model = Embedded(sparse)
+    optimizer = OwnedOptimizer(model, torch.optim.Muon, lambda ps: other(ps, lr=0.1))
+    model(torch.tensor([0, 3])).backward()
+    before = full_weights(model)
+    if said is None:
+        optimizer.step()
+        assert [name for name, w in full_weights(model).items() if torch.equal(w, before[name])] == ["head.weight"]
+    else:
+        with pytest.raises(RuntimeError, match=f"parameter 'emb.weight': {said}.*No parameter was updated"):
+            optimizer.step()
+        assert_equal(full_weights(model), before, "a refused step")
+        assert not any(optimizer.state.values())
+
+
+class Ordered(nn.Module):
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in names}) for _ in "12")
+        self.head = nn.Linear(4, 3, bias=False)
+
+
+def test_state_of_parameters_with_other_names_is_refused():
+    models = [Ordered("a", "b"), Ordered("b", "a"), Ordered("a", "b")]
+
+    def momentum(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+    saved, other, same = (OwnedOptimizer(model, momentum, momentum) for model in models)
+    for name, p in models[0].named_parameters():
+        p.grad = torch.full_like(p, 1.0 if ".a." in name else 2.0)
+    saved.step()
+    state = saved.state_dict()
+    with pytest.raises(
+        ValueError, match=r"OwnedOptimizer: parameter group 0 was saved with other parameters: 'blocks.0"
+    ):
+        other.load_state_dict(state)
+    assert not any(other.state.values())
+    by_name = get_optimizer_state_dict(models[0], saved)
+    with pytest.raises(ValueError, match="was saved with other parameters"):
+        other.load_state_dict(by_name)  # goes by position
+    set_optimizer_state_dict(models[1], other, by_name)
+    assert (other.state[models[1].blocks[0]["a"].weight]["momentum_buffer"] == 1).all()
+    same.load_state_dict(state)
+    assert (same.state[models[2].blocks[0]["b"].weight]["momentum_buffer"] == 2).all()
+    for group in state["param_groups"]:
+        del group["param_names"]
+    other.load_state_dict(state)  # by position, as asked for
+    assert (other.state[models[1].blocks[0]["b"].weight]["momentum_buffer"] == 1).all()
 
 
 def test_on_a_plain_model():

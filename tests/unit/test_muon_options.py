@@ -204,11 +204,39 @@ def test_the_compiled_step_equals_the_eager_one(options):
             for index, p in enumerate(params):
                 p.grad = gradient(shapes[index], index, step, torch.float32)
             optimizer.param_groups[0]["lr"] = 0.02 / (1 + step)
+            optimizer.param_groups[0]["momentum"] = 0.8 + 0.05 * step
             optimizer.step()
         results.append(params)
     bound = 1e-6 if options.get("ns_dtype") else 0.02 * 5e-2
     for eager, fused in zip(*results, strict=True):
         torch.testing.assert_close(fused, eager, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
+def test_every_shape_is_compiled_once_whatever_numbers_change(monkeypatch, dtype, bound):
+    """torch would go on without compiling after eight kinds of calls."""
+    from torch._dynamo.testing import CompileCounter  # here, because it takes seconds
+
+    from dmuon_core.optim import update
+
+    counter = CompileCounter()
+    compiled = torch.compile(update.step_window, dynamic=False, backend=counter)
+    monkeypatch.setattr(update, "_compiled", lambda: compiled)
+    torch._dynamo.reset()
+    shapes = [(2, 3 + i) for i in range(10)]
+    results = []
+    for compile in (True, False):
+        params = [nn.Parameter(randn(*shape, seed=i).to(dtype)) for i, shape in enumerate(shapes)]
+        optimizer = Muon(params, compile=compile, normuon=True, ns_steps=1, ns_dtype=torch.float32)
+        for step in range(3):
+            for index, p in enumerate(params):
+                p.grad = gradient(shapes[index], index, step, dtype)
+            optimizer.param_groups[0].update(lr=0.02 / (1 + step), momentum=0.8 + step / 20, beta2=0.7 + step / 10)
+            optimizer.step()
+        results.append([*params, *(optimizer.state[p]["momentum_buffer"] for p in params)])
+    assert counter.frame_count == len(shapes)
+    for fused, eager in zip(*results, strict=True):
+        torch.testing.assert_close(fused, eager, rtol=bound, atol=bound)
 
 
 # ------------------------------------------------------------------------------------------------- state and preflight
@@ -254,16 +282,6 @@ def test_unfit_normuon_state_leaves_everything_untouched():
         optimizer.step()
     after = (p.detach(), q.detach(), optimizer.state[p]["momentum_buffer"])
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-
-
-def test_options_come_back_with_a_checkpoint():
-    options = {"beta2": 0.5, "cautious_weight_decay": True}
-    optimizer = Muon([("w", nn.Parameter(randn(4, 6)))], **options, ns_coefficients=[[2.0, -1.5, 0.5]])
-    other = Muon([("w", nn.Parameter(randn(4, 6)))])
-    other.load_state_dict(optimizer.state_dict())
-    (group,) = other.param_groups
-    assert {key: group[key] for key in options} == options
-    assert group["ns_coefficients"] == ((2.0, -1.5, 0.5),)
 
 
 # ----------------------------------------------------------------------------------------------------------- signatures

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from dmuon_core.optim import Muon, QKClip, QKLayer
 
@@ -56,12 +58,12 @@ def test_resuming_equals_training_on():
     assert_equal(resumed, params)
 
 
-def test_loading_brings_the_saved_options():
-    _, optimizer = build(momentum=0.5, ns_steps=3, adamw_betas=(0.5, 0.6))
+def test_loading_brings_the_saved_numbers():
+    _, optimizer = build(momentum=0.5, eps=1e-5, adamw_betas=(0.5, 0.6))
     _, other = build()
     other.load_state_dict(through_file(optimizer.state_dict()))
     muon, adamw = other.param_groups
-    assert (muon["momentum"], muon["ns_steps"], adamw["betas"]) == (0.5, 3, (0.5, 0.6))
+    assert (muon["momentum"], muon["eps"], adamw["betas"]) == (0.5, 1e-5, (0.5, 0.6))
     assert "momentum" not in adamw
 
 
@@ -262,7 +264,43 @@ def test_how_updates_are_computed_stays_when_another_run_is_loaded():
     optimizer.step()
 
 
-@pytest.mark.parametrize(("name", "value"), [("momentum", 3.0), ("ns_steps", -1), ("adjust_lr_fn", "all")])
+def test_only_numbers_of_a_changed_run_are_loaded():
+    """How an update is made is the program's: every other option has been changed."""
+    changed = {
+        "nesterov": False, "ns_coefficients": "polar_express", "ns_steps": 3, "adjust_lr_fn": "match_rms_adamw",
+        "ns_dtype": torch.float32, "ns_form": "gram", "batched": True, "maximize": True, "cautious_weight_decay": True,
+        "normuon": True, "split": 2,
+    }  # fmt: skip
+    numbers = {"lr": 0.5, "weight_decay": 0.25, "momentum": 0.5, "eps": 1e-5, "beta2": 0.75}
+    _, saved = stepped(**changed, **numbers)
+    saved.add_param_group({"params": [("b", nn.Parameter(torch.ones(3)))], "algorithm": "adamw", "betas": (0.5, 0.75)})
+    for former, now in ((saved, stepped()[1]), (stepped()[1], stepped(**changed)[1])):
+        if former is saved:
+            now.add_param_group({"params": [("b", nn.Parameter(torch.ones(3)))], "algorithm": "adamw"})
+        before = copy.deepcopy(now.param_groups)
+        now.load_state_dict(copy.deepcopy(former.state_dict()))
+        for theirs, ours, group in zip(former.param_groups, before, now.param_groups, strict=True):
+            for name in group.keys() - {"params", "param_names"}:
+                expected = theirs if name in (*numbers, "betas") else ours
+                assert group[name] == expected[name], name
+        now.step()
+
+
+def test_a_run_goes_on_with_normuon_as_the_docs_say(tmp_path):
+    p, saved = stepped()
+    q, optimizer = stepped(normuon=True)
+    states = [get_optimizer_state_dict(nn.ParameterDict({"w": w}), o) for w, o in ((p, saved), (q, optimizer))]
+    dcp.save(states[0], checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(dcp.api.CheckpointException, match=r"Missing key in checkpoint state_dict: .*second_momentum"):
+        dcp.load(states[1], checkpoint_id=tmp_path, no_dist=True)
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(states[1], checkpoint_id=tmp_path, no_dist=True, planner=planner)
+    set_optimizer_state_dict(nn.ParameterDict({"w": q}), optimizer, states[1])
+    assert torch.equal(optimizer.state[q]["momentum_buffer"], saved.state[p]["momentum_buffer"])
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("name", "value"), [("momentum", 3.0), ("beta2", -1.0), ("eps", "small")])
 def test_an_option_that_cannot_be_is_not_loaded(name, value):
     p, optimizer = stepped()
     saved = copy.deepcopy(optimizer.state_dict())
@@ -299,6 +337,15 @@ def test_coefficients_may_be_set_later_as_lists():
     other.param_groups[0]["ns_coefficients"] = (2.0, -1.5, 0.5)
     optimizer.step()
     other.step()
+    assert torch.equal(p, q)
+
+
+def test_a_dtype_may_be_set_later():
+    p, optimizer = stepped()
+    q, other = stepped()
+    for o, value in ((optimizer, torch.float32), (other, "float32")):
+        o.param_groups[0]["ns_dtype"] = value
+        o.step()
     assert torch.equal(p, q)
 
 
@@ -344,3 +391,25 @@ def test_a_bad_gradient_stays_in_its_matrix(bad, batched):
     Muon([alone], ns_dtype=torch.float32).step()
     assert spoiled.isnan().all()
     torch.testing.assert_close(sound, alone, rtol=0, atol=1e-8)
+
+
+def test_state_that_was_matched_by_name_may_have_been_saved_in_another_order():
+    def build(*names: str) -> tuple[nn.Module, Muon]:
+        model = nn.Module()
+        for name in names:
+            model.register_parameter(name, nn.Parameter(torch.ones(4, 6)))
+        # The optimizer's names may be those in a part of the model, or in a wrapper.
+        return model, Muon([(f"wrapper.{name}", p) for name, p in model.named_parameters()])
+
+    (model, optimizer), (other, resumed) = build("a", "b"), build("b", "a")
+    for value, p in enumerate(model.parameters(), 1):
+        p.grad = torch.full((4, 6), float(value))
+    optimizer.step()
+    saved = get_optimizer_state_dict(model, optimizer)
+    with pytest.raises(ValueError, match="parameter group 0 was saved with other parameters"):
+        resumed.load_state_dict(saved)  # goes by position
+    set_optimizer_state_dict(other, resumed, saved)
+    for name, p in other.named_parameters():
+        expected = optimizer.state[model.get_parameter(name)]["momentum_buffer"]
+        assert torch.equal(resumed.state[p]["momentum_buffer"], expected)
+    assert resumed.param_groups[0]["param_names"] == ["wrapper.b", "wrapper.a"]

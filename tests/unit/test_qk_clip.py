@@ -90,7 +90,11 @@ def test_without_records_nothing_changes():
     [
         (QKLayer("q", "key", 2), r"layer 'a' names \['key'\], which the optimizer does not have"),
         (QKLayer("q", "k", 2, key_start=1), r"2 key heads of 2 rows from row 1 on do not fit 'k' of shape \(4, 3\)"),
+        (QKLayer("q", "k", 2, query_start=-2), "layer 'a': 2 query heads of 2 rows from row -2 on do not fit 'q'"),
+        (QKLayer("q", "k", 3), "layer 'a': the 4 rows of 'q' cannot be divided into 3 heads; give head_dim"),
+        (QKLayer("q", "k", 2, head_dim=0), "layer 'a': head_dim must be positive, got 0"),
         (QKLayer("q", "k", 3, key_heads=2), "layer 'a' has 3 heads for 2 key heads"),
+        (QKLayer("q", "k", 2, key_heads=0), "layer 'a' has 2 heads for 0 key heads"),
     ],
 )
 def test_unfit_layers_are_named(layer, message):
@@ -112,3 +116,28 @@ def test_unfit_records_are_named():
 def test_no_layers_are_refused() -> None:
     with pytest.raises(ValueError, match="there are no layers; leave it out"):
         QKClip({})
+
+
+@pytest.mark.parametrize("logit", [float("inf"), float("nan")])
+def test_logits_that_are_not_finite_end_the_step(logit):
+    params = [(name, nn.Parameter(randn(4, 3))) for name in ("q", "k", "q2", "k2")]
+    clip = QKClip({"a": QKLayer("q", "k", 2), "b": QKLayer("q2", "k2", 2)}, threshold=1.0)
+    optimizer = Muon(params, qk_clip=clip)
+    for _, p in params:
+        p.grad = randn(4, 3, seed=1)
+    clip.record("a", torch.tensor([1.0, -torch.inf]))  # a head that a mask hides altogether
+    clip.record("b", torch.tensor([logit, 1.0]))
+    clip.record("b", torch.tensor([2.0, 1.0]))
+    with pytest.raises(RuntimeError, match=r"logits of layer 'b' were inf or NaN.*No parameter was updated"):
+        optimizer.step()
+    assert all(torch.equal(p, randn(4, 3)) and not optimizer.state[p] for _, p in params)
+    optimizer.step()  # a loop that passes over that step goes on
+    assert all(p.isfinite().all() and not torch.equal(p, randn(4, 3)) for _, p in params)
+
+
+def test_the_largest_finite_logit_leaves_finite_weights():
+    q, k = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(2, 3))
+    clip = QKClip({"a": QKLayer("q", "k", 4, key_heads=2)}, threshold=1e-8)
+    clip.record("a", torch.tensor([torch.finfo(torch.float32).max, 1.0, 0.0, 0.0]))
+    Muon([("q", q), ("k", k)], qk_clip=clip).step()
+    assert q.isfinite().all() and k.isfinite().all() and (q != 0).all() and (k != 0).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -59,6 +60,7 @@ def test_parts_and_pieces(spec, shape, parts):
         ("experts", (4, 6), "stacked experts need three dimensions"),
         *((spec, (4, 6), "it cannot be read") for spec in ("row:2", "rows", "rows:", "rows:0", "rows:-1", "x")),
         *((spec, (4, 6), "it cannot be read") for spec in ("rows:1.5", "rows:2 columns:2")),
+        *((spec, (4, 6), "it is empty") for spec in ("", " ")),
     ],
 )
 def test_unfit_specs_are_named(spec, shape, why):
@@ -114,6 +116,20 @@ class Model(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.head = nn.Linear(4, 7)
+
+
+@pytest.mark.parametrize("rule", [2.0, True, (), [1.5, 2.5], ["a"], "", {"w": 2.0}])
+def test_rules_that_cannot_be_read_are_named(rule):
+    with pytest.raises(ValueError, match=r"split '.*' of 'w' with shape \(4, 6\): it (cannot be read|is empty)"):
+        resolve_split(rule, "w", nn.Parameter(torch.ones(4, 6)))
+
+
+@pytest.mark.parametrize("rule", [np.int64(2), np.array([2, 2]), [np.int32(2), 2]])
+def test_integers_of_numpy_are_integers(rule):
+    assert Muon([("w", nn.Parameter(torch.ones(4, 6)))], split=rule).param_groups[0]["split"] in (
+        ("rows:2",),
+        ("rows:2,2",),
+    )
 
 
 def test_stacked_experts_of_a_model_are_found():
