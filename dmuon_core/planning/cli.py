@@ -21,7 +21,7 @@ from dmuon_core.planning.layout import Layout
 from dmuon_core.planning.measure import Probe, measure
 from dmuon_core.planning.plot import draw
 from dmuon_core.planning.recommend import Limits, Option, Recommendation, evaluate, layouts, recommend
-from dmuon_core.planning.report import phase_bytes, report
+from dmuon_core.planning.report import phase_bytes, report, warnings
 from dmuon_core.planning.shapes import ModelShapes
 from dmuon_core.planning.source import expert_share, load_shapes
 from dmuon_core.planning.timing import Work
@@ -174,7 +174,7 @@ def as_json(option: Option, other: Option, found: Recommendation | None) -> dict
     def one(of: Option) -> dict[str, Any]:
         return {
             "memory": of.memory.as_dict(),
-            "traffic": [phase_bytes(of.placed, column) for column in range(of.layout.shard)],
+            "traffic": phase_bytes(of.placed),
             "times": None if of.times is None else of.times.as_dict(),
             "publish_hides": None if of.times is None else of.times.hides,
             "fits": of.fits,
@@ -195,6 +195,7 @@ def as_json(option: Option, other: Option, found: Recommendation | None) -> dict
                        "options": options}  # fmt: skip
     return {
         "model": option.placed.shapes.name,
+        "warnings": warnings(option.placed.shapes),
         "parameters": option.placed.shapes.numel,
         "layout": name(option),
         "owners": dict(assignment.owners),
