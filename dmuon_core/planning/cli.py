@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         parsed.run(parsed)
     except ValueError as error:
-        sys.stderr.write(f"python -m dmuon_core: {error}\n")
+        sys.stderr.write(f"python -m dmuon_core: {' '.join(str(error).split())}\n")
         return 2
     return 0
 
@@ -105,9 +105,11 @@ def _plan(parsed: argparse.Namespace) -> None:
         if not 0 < share <= 1:
             raise ValueError(f"--expert-share must be above 0 and at most 1, got {share}")
         shapes = shapes.with_expert_share(share)
-    hardware = parse_hardware(parsed.hardware) if parsed.hardware else None
+    hardware = None if parsed.hardware is None else parse_hardware(parsed.hardware)
     if parsed.tokens < 1 or parsed.sequence < 1 or parsed.per_node < 1:
         raise ValueError("--tokens, --sequence and --per-node must be at least 1")
+    if parsed.plot is not None and not parsed.plot.parent.is_dir():
+        raise ValueError(f"--plot: there is no folder '{parsed.plot.parent}'")
     work = Work(parsed.tokens, min(parsed.sequence, parsed.tokens), parsed.per_node, parsed.recompute)
     limits = Limits(
         _bytes(parsed.memory, "--memory"),
@@ -147,6 +149,10 @@ def _layout(parsed: argparse.Namespace) -> Layout:
     options = (_DTYPES.get(parsed.param_dtype), _DTYPES.get(parsed.reduce_dtype), flops)
     if parsed.shard is None and parsed.devices is None:
         raise ValueError("the mesh is missing: give --shard G [--replicate R], or --devices N")
+    for option in ("shard", "replicate", "devices"):
+        count = getattr(parsed, option)
+        if count is not None and count < 1:
+            raise ValueError(f"--{option} must be at least 1, got {count}: a mesh has at least one rank each way")
     if parsed.shard is None and parsed.replicate is not None:
         if parsed.devices % parsed.replicate:
             raise ValueError(f"{parsed.devices} devices do not divide into {parsed.replicate} replicas")
