@@ -109,7 +109,8 @@ def parse_quantity(text: str, kind: str, what: str) -> float:
     """
     match = _UNITS[kind].fullmatch(text)
     number = math.nan if match is None else float(match[1])
-    fine = 0 <= number <= 1 if kind == "share" else 0 < number < math.inf
+    # Finite with any prefix.
+    fine = 0 <= number <= 1 if kind == "share" else number > 0 and math.isfinite(number * 1e18)
     if match is None or not fine:
         wanted = "a number from 0 to 1" if kind == "share" else f"a positive number of {kind}"
         raise ValueError(f"{what}={text!r} is not {wanted}; write it like {_EXAMPLES[kind]}")

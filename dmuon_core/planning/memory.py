@@ -89,7 +89,7 @@ class Memory:
 
 
 def memory(placed: Placed, rank: int, *, normuon: bool = False) -> Memory:
-    """What rank ``rank`` of the mesh holds, in bytes. Pure."""
+    """What rank ``rank`` of the mesh holds, in bytes. Pure. `memories` has all ranks in the same time."""
     return memories(placed, normuon=normuon)[rank]
 
 

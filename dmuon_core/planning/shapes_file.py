@@ -71,7 +71,7 @@ def _rows(path: Path) -> dict[str, Mapping[str, Any]]:
     heads, *rows = [line for line in lines if any(line)] or [[]]
     if not {"name", "shape"} <= set(heads):
         raise ValueError(f"{path}: the first line must name the columns, at least name,shape")
-    if len(set(heads)) < len(heads):
+    if len(set(filter(None, heads))) < len([head for head in heads if head]):
         raise ValueError(f"{path}: the first line names a column twice")
     entries: dict[str, Mapping[str, Any]] = {}
     for row in rows:
@@ -79,7 +79,7 @@ def _rows(path: Path) -> dict[str, Mapping[str, Any]]:
         name = entry.get("name")
         if name is None:
             raise ValueError(f"{path}: a line has no name: {','.join(row)}")
-        if len(row) > len(heads):
+        if any(row[len(heads) :]):
             raise ValueError(f"{path}: '{name}' has more cells than the first line: quote a shape with commas")
         if name in entries:
             raise ValueError(f"{path}: '{name}' occurs twice")
@@ -117,7 +117,7 @@ def _shape(value: Any, what: str) -> tuple[int, ...]:
         sizes = [int(size) for size in sizes]
     whole = isinstance(sizes, list) and all(type(size) is int for size in sizes)  # neither 4.7 nor true
     shape = tuple(sizes) if whole else ()
-    if not shape or math.prod(shape) < 1 or min(shape) < 1:
+    if not shape or min(shape) < 1 or math.prod(shape) >= 2**63:
         raise ValueError(f"{what} has the shape {value!r}; write [4096, 1024], in CSV 4096x1024")
     return shape
 
