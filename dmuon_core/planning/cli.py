@@ -108,8 +108,7 @@ def _plan(parsed: argparse.Namespace) -> None:
     hardware = None if parsed.hardware is None else parse_hardware(parsed.hardware)
     if parsed.tokens < 1 or parsed.sequence < 1 or parsed.per_node < 1:
         raise ValueError("--tokens, --sequence and --per-node must be at least 1")
-    if parsed.plot is not None and not parsed.plot.parent.is_dir():
-        raise ValueError(f"--plot: there is no folder '{parsed.plot.parent}'")
+    _check_folder(parsed.plot, "--plot")
     work = Work(parsed.tokens, min(parsed.sequence, parsed.tokens), parsed.per_node, parsed.recompute)
     limits = Limits(
         _bytes(parsed.memory, "--memory"),
@@ -170,6 +169,12 @@ def _layout(parsed: argparse.Namespace) -> Layout:
     return layout
 
 
+def _check_folder(path: Path | None, what: str) -> None:
+    """Before the work, not after it."""
+    if path is not None and not path.parent.is_dir():
+        raise ValueError(f"{what}: there is no folder '{path.parent}'")
+
+
 def _bytes(text: str | None, what: str) -> int | None:
     return None if text is None else int(parse_quantity(text, "bytes", what))
 
@@ -218,6 +223,7 @@ def _measure(parsed: argparse.Namespace) -> None:
         raise ValueError(
             "start it with torchrun, as the training: torchrun --nproc_per_node 2 -m dmuon_core measure ..."
         )
+    _check_folder(parsed.json, "--json")
     dist.init_process_group()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     probe = Probe(tuple(parsed.widths), parsed.tokens, parsed.sequence, _DTYPES[parsed.ns_dtype], parsed.group)
