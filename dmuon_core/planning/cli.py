@@ -21,7 +21,7 @@ from dmuon_core.planning.layout import Layout
 from dmuon_core.planning.measure import Probe, measure
 from dmuon_core.planning.plot import draw
 from dmuon_core.planning.recommend import Limits, Option, Recommendation, evaluate, layouts, recommend
-from dmuon_core.planning.report import phase_bytes, report
+from dmuon_core.planning.report import phase_bytes, report, warnings
 from dmuon_core.planning.shapes import ModelShapes
 from dmuon_core.planning.source import expert_share, load_shapes
 from dmuon_core.planning.timing import Work
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         parsed.run(parsed)
     except ValueError as error:
-        sys.stderr.write(f"python -m dmuon_core: {error}\n")
+        sys.stderr.write(f"python -m dmuon_core: {' '.join(str(error).split())}\n")
         return 2
     return 0
 
@@ -105,9 +105,10 @@ def _plan(parsed: argparse.Namespace) -> None:
         if not 0 < share <= 1:
             raise ValueError(f"--expert-share must be above 0 and at most 1, got {share}")
         shapes = shapes.with_expert_share(share)
-    hardware = parse_hardware(parsed.hardware) if parsed.hardware else None
+    hardware = None if parsed.hardware is None else parse_hardware(parsed.hardware)
     if parsed.tokens < 1 or parsed.sequence < 1 or parsed.per_node < 1:
         raise ValueError("--tokens, --sequence and --per-node must be at least 1")
+    _check_folder(parsed.plot, "--plot")
     work = Work(parsed.tokens, min(parsed.sequence, parsed.tokens), parsed.per_node, parsed.recompute)
     limits = Limits(
         _bytes(parsed.memory, "--memory"),
@@ -147,6 +148,10 @@ def _layout(parsed: argparse.Namespace) -> Layout:
     options = (_DTYPES.get(parsed.param_dtype), _DTYPES.get(parsed.reduce_dtype), flops)
     if parsed.shard is None and parsed.devices is None:
         raise ValueError("the mesh is missing: give --shard G [--replicate R], or --devices N")
+    for option in ("shard", "replicate", "devices"):
+        count = getattr(parsed, option)
+        if count is not None and count < 1:
+            raise ValueError(f"--{option} must be at least 1, got {count}: a mesh has at least one rank each way")
     if parsed.shard is None and parsed.replicate is not None:
         if parsed.devices % parsed.replicate:
             raise ValueError(f"{parsed.devices} devices do not divide into {parsed.replicate} replicas")
@@ -164,6 +169,12 @@ def _layout(parsed: argparse.Namespace) -> Layout:
     return layout
 
 
+def _check_folder(path: Path | None, what: str) -> None:
+    """Before the work, not after it."""
+    if path is not None and not path.parent.is_dir():
+        raise ValueError(f"{what}: there is no folder '{path.parent}'")
+
+
 def _bytes(text: str | None, what: str) -> int | None:
     return None if text is None else int(parse_quantity(text, "bytes", what))
 
@@ -174,7 +185,7 @@ def as_json(option: Option, other: Option, found: Recommendation | None) -> dict
     def one(of: Option) -> dict[str, Any]:
         return {
             "memory": of.memory.as_dict(),
-            "traffic": [phase_bytes(of.placed, column) for column in range(of.layout.shard)],
+            "traffic": phase_bytes(of.placed),
             "times": None if of.times is None else of.times.as_dict(),
             "publish_hides": None if of.times is None else of.times.hides,
             "fits": of.fits,
@@ -195,6 +206,7 @@ def as_json(option: Option, other: Option, found: Recommendation | None) -> dict
                        "options": options}  # fmt: skip
     return {
         "model": option.placed.shapes.name,
+        "warnings": warnings(option.placed.shapes),
         "parameters": option.placed.shapes.numel,
         "layout": name(option),
         "owners": dict(assignment.owners),
@@ -211,6 +223,7 @@ def _measure(parsed: argparse.Namespace) -> None:
         raise ValueError(
             "start it with torchrun, as the training: torchrun --nproc_per_node 2 -m dmuon_core measure ..."
         )
+    _check_folder(parsed.json, "--json")
     dist.init_process_group()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     probe = Probe(tuple(parsed.widths), parsed.tokens, parsed.sequence, _DTYPES[parsed.ns_dtype], parsed.group)

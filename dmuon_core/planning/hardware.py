@@ -11,13 +11,14 @@ from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
 
+from dmuon_core.planning.json_file import read_json
 from dmuon_core.planning.traffic import Kind
 
 Rate = tuple[tuple[float, float], ...]
 """(size, FLOP/s) by rising size: products of small matrices are slower. One pair for the same rate at any size."""
 
 _PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15,
-             "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}  # fmt: skip
+             "ki": 2.0**10, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50}  # fmt: skip
 _NUMBER = r"\s*(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+)\s*"
 _UNITS = {
     "bytes/s": re.compile(_NUMBER + r"([kKMGTP]i?)?(B|b|bit|bytes?)?(?:/s|ps)?\s*"),
@@ -94,6 +95,8 @@ def parse_hardware(text: str) -> Hardware:
         _check_key(key)
         if not equals:
             raise ValueError(f"hardware: '{entry}' has no value; write {key}={_EXAMPLES[_KINDS[key]]}")
+        if key in values:
+            raise ValueError(f"hardware: '{key}' occurs twice")
         values[key] = parse_quantity(value, _KINDS[key], f"hardware: {key}")
     return _complete({key: ((1.0, v),) if _KINDS[key] == "FLOP/s" else v for key, v in values.items()}, {})
 
@@ -105,15 +108,17 @@ def parse_quantity(text: str, kind: str, what: str) -> float:
         ValueError: text that is no positive quantity of that ``kind``.
     """
     match = _UNITS[kind].fullmatch(text)
-    if match is None or (kind != "share" and float(match[1]) <= 0) or (kind == "share" and float(match[1]) > 1):
+    number = math.nan if match is None else float(match[1])
+    # Finite with any prefix.
+    fine = 0 <= number <= 1 if kind == "share" else number > 0 and math.isfinite(number * 1e18)
+    if match is None or not fine:
         wanted = "a number from 0 to 1" if kind == "share" else f"a positive number of {kind}"
         raise ValueError(f"{what}={text!r} is not {wanted}; write it like {_EXAMPLES[kind]}")
-    value = float(match[1])
     if kind == "share":
-        return value
+        return number
     if kind == "seconds":
-        return value * {None: 1.0, "m": 1e-3, "u": 1e-6, "µ": 1e-6, "n": 1e-9}[match[2]]
-    value *= _PREFIXES[match[2] or ""]
+        return number * {None: 1.0, "m": 1e-3, "u": 1e-6, "µ": 1e-6, "n": 1e-9}[match[2]]
+    value = number * _PREFIXES[match[2] or ""]
     return value / 8 if kind == "bytes/s" and match[3] in ("b", "bit") else value
 
 
@@ -135,32 +140,43 @@ def _complete(values: dict[str, float | Rate], algorithms: dict[Kind, float]) ->
 
 def _read(path: Path) -> Hardware:
     try:
-        found = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"hardware: cannot read {path} as JSON: {error}") from error
+        found = read_json(path)
+    except ValueError as error:
+        raise ValueError(f"hardware: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"hardware: {path} must hold an object with {', '.join(_KINDS)}")
     algorithms = found.pop("algorithms", {})
+    if not isinstance(algorithms, dict):
+        raise ValueError(f"hardware: {path}: algorithms must be an object with {', '.join(Kind.__members__)}")
     values: dict[str, float | Rate] = {}
     for key, value in found.items():
         _check_key(key)
-        values[key] = _rate(value, f"{path}: {key}") if _KINDS[key] == "FLOP/s" else _positive(value, f"{path}: {key}")
+        values[key] = (
+            _rate(value, f"{path}: {key}") if _KINDS[key] == "FLOP/s" else _number(value, _KINDS[key], f"{path}: {key}")
+        )
     for name in algorithms:
         if name not in Kind.__members__:
             raise ValueError(
                 f"hardware: {path}: there is no collective '{name}'; they are {', '.join(Kind.__members__)}"
             )
-    return _complete(values, {Kind[name]: _positive(v, f"{path}: {name}") for name, v in algorithms.items()})
+    return _complete(values, {Kind[name]: _number(v, "bytes/s", f"{path}: {name}") for name, v in algorithms.items()})
 
 
 def _rate(value: object, what: str) -> Rate:
     pairs = value if isinstance(value, Sequence) and not isinstance(value, str) else [[1.0, value]]
     if not pairs or not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in pairs):
         raise ValueError(f"hardware: {what} must be FLOP/s, or a list of [size, FLOP/s]")
-    return tuple(sorted((_positive(size, what), _positive(rate, what)) for size, rate in pairs))
+    return tuple(sorted((_number(size, "size", what), _number(rate, "FLOP/s", what)) for size, rate in pairs))
 
 
-def _positive(value: object, what: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
-        raise ValueError(f"hardware: {what} must be a number of at least 0, got {value!r}")
-    return float(value)
+def _number(value: object, kind: str, what: str) -> float:
+    """A finite number: from 0 to 1 as a share, at least 0 in seconds, positive in all else."""
+    fine = {"share": lambda number: 0 <= number <= 1, "seconds": lambda number: number >= 0}.get(kind, lambda n: n > 0)
+    wanted = {"share": "from 0 to 1", "seconds": "of at least 0"}.get(kind, "above 0")
+    try:
+        number = math.nan if isinstance(value, bool) or not isinstance(value, (int, float)) else float(value)
+    except OverflowError:
+        number = math.inf
+    if not (math.isfinite(number) and fine(number)):
+        raise ValueError(f"hardware: {what} must be a number {wanted}, got {value!r}")
+    return number

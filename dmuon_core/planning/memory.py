@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
 from dmuon_core.assignment import MatrixSpec
@@ -88,32 +89,90 @@ class Memory:
 
 
 def memory(placed: Placed, rank: int, *, normuon: bool = False) -> Memory:
-    """What rank ``rank`` of the mesh holds, in bytes. Pure."""
-    row, column = divmod(rank, placed.layout.shard)
-    owned = [weight for weights in placed.owned.values() for weight in weights]
+    """What rank ``rank`` of the mesh holds, in bytes. Pure. `memories` has all ranks in the same time."""
+    return memories(placed, normuon=normuon)[rank]
+
+
+def memories(placed: Placed, *, normuon: bool = False) -> list[Memory]:
+    """What each rank of the mesh holds, in bytes, by rank. Pure; its time grows with matrices + ranks."""
+    layout = placed.layout
     sharded = [weight for weights in placed.sharded.values() for weight in weights]
     trained = [weight for weight in sharded if weight.trainable]
-    mine = [weight for weight in owned if placed.home(weight.fqn) == (row, column)]
-    gradients = [b for unit in placed.owned for b in placed.reduces[unit] if (b.row, b.column) == (row, column)]
-    publish = [b for unit in placed.owned for b in placed.publications[unit] if b.column == column]
-    zero3 = placed.layout.zero3
-    ns_itemsize = NS_DTYPES[str(placed.layout.flops.ns_dtype)].itemsize
-    return Memory(
-        owned_weights=sum(_at_rest(w) for w in owned if placed.home(w.fqn)[1] == column),
-        momentum=sum(_at_rest(w) for w in mine if w.trainable),
-        second_moment=sum(_neurons(placed, w) * w.rest_dtype.itemsize for w in mine if w.trainable) if normuon else 0,
+    alike = Memory(
+        owned_weights=0,
+        momentum=0,
+        second_moment=0,
         sharded_weights=sum(placed.padded(w) * w.dtype.itemsize for w in sharded),
-        adam=sum(2 * placed.local(w, column) * w.dtype.itemsize + 4 for w in trained),
-        owned_gradients=_gradients_at_rest(placed, mine, gradients),
+        adam=0,
+        owned_gradients=0,
         sharded_gradients=sum(placed.padded(w) * w.dtype.itemsize for w in trained),
-        unsharded=_unsharded(placed, zero3),
+        unsharded=_unsharded(placed, layout.zero3),
         packed_gradients=_packed_gradients(placed),
         local_gradients=_local_gradients(placed),
-        publish=sum(b.nbytes for b in publish) if placed.layout.replicate > 1 else 0,
-        gathered=_gathered(placed, zero3),
-        update=max((update_bytes(placed.specs[w.fqn], ns_itemsize) for w in mine if w.trainable), default=0),
+        publish=0,
+        gathered=_gathered(placed, layout.zero3),
+        update=0,
         next_forward=_unsharded(placed, True) + _gathered(placed, True),
     )
+    of_columns = [
+        {"owned_weights": weights, "adam": adam, "publish": publish}
+        for weights, adam, publish in zip(
+            _owned_in_column(placed), _adam(placed, trained), _published(placed), strict=True
+        )
+    ]
+    of_ranks = _of_owners(placed, normuon)
+    return [replace(alike, **of_columns[rank % layout.shard], **of_ranks.get(rank, {})) for rank in range(layout.ranks)]
+
+
+def _owned_in_column(placed: Placed) -> list[int]:
+    found = [0] * placed.layout.shard
+    for weights in placed.owned.values():
+        for weight in weights:
+            found[placed.home(weight.fqn)[1]] += _at_rest(weight)
+    return found
+
+
+def _published(placed: Placed) -> list[int]:
+    found = [0] * placed.layout.shard
+    if placed.layout.replicate > 1:
+        for buckets in placed.publications.values():
+            for bucket in buckets:
+                found[bucket.column] += bucket.nbytes
+    return found
+
+
+def _adam(placed: Placed, trained: Sequence[Weight]) -> list[int]:
+    """Of each column; weights of one shape, such as norms, are counted once."""
+    alike = Counter((weight.shape, weight.dtype) for weight in trained)
+    some = {(weight.shape, weight.dtype): weight for weight in trained}
+    return [
+        sum(
+            count * (2 * placed.local(some[key], column) * some[key].dtype.itemsize + 4) for key, count in alike.items()
+        )
+        for column in range(placed.layout.shard)
+    ]
+
+
+def _of_owners(placed: Placed, normuon: bool) -> dict[int, dict[str, int]]:
+    """The figures of the ranks that own something: of its matrices alone."""
+    ns_itemsize = NS_DTYPES[str(placed.layout.flops.ns_dtype)].itemsize
+    mine: dict[int, list[Weight]] = {}
+    gradients: dict[int, list[Bucket]] = {}
+    for unit, weights in placed.owned.items():
+        for weight in weights:
+            mine.setdefault(placed.assignment.owners[weight.fqn], []).append(weight)
+        for bucket in placed.reduces[unit]:
+            gradients.setdefault(bucket.row * placed.layout.shard + bucket.column, []).append(bucket)
+    found = {}
+    for rank, weights in mine.items():
+        trained = [weight for weight in weights if weight.trainable]
+        found[rank] = {
+            "momentum": sum(map(_at_rest, trained)),
+            "second_moment": sum(_neurons(placed, w) * w.rest_dtype.itemsize for w in trained) if normuon else 0,
+            "owned_gradients": _gradients_at_rest(placed, trained, gradients.get(rank, [])),
+            "update": max((update_bytes(placed.specs[w.fqn], ns_itemsize) for w in trained), default=0),
+        }
+    return found
 
 
 def update_bytes(spec: MatrixSpec, ns_itemsize: int) -> int:
@@ -137,8 +196,7 @@ def _neurons(placed: Placed, weight: Weight) -> int:
     return sum(rows for rows, _ in placed.specs[weight.fqn].parts or ())
 
 
-def _gradients_at_rest(placed: Placed, mine: Sequence[Weight], buckets: Sequence[Bucket]) -> int:
-    trained = [weight for weight in mine if weight.trainable]
+def _gradients_at_rest(placed: Placed, trained: Sequence[Weight], buckets: Sequence[Bucket]) -> int:
     if all(placed.reduce_dtype(weight) == weight.rest_dtype for weight in trained):
         return sum(bucket.nbytes for bucket in buckets)
     return sum(map(_at_rest, trained))
@@ -146,8 +204,11 @@ def _gradients_at_rest(placed: Placed, mine: Sequence[Weight], buckets: Sequence
 
 def _unsharded(placed: Placed, zero3: bool) -> int:
     sizes = {unit: sum(bucket.nbytes for bucket in placed.broadcasts[unit]) for unit in placed.owned}
-    root = sizes.pop(ROOT, 0)  # there as long as any other
-    return root + (_largest_pair(list(sizes.values())) if zero3 else sum(sizes.values()))
+    # There as long as any other: the root, and a unit around others, such as an encoder with a matrix that its blocks
+    # share.
+    around = [unit for unit in sizes if unit == ROOT or any(other.startswith(f"{unit}.") for other in sizes)]
+    outer = sum(sizes.pop(unit) for unit in around)
+    return outer + (_largest_pair(list(sizes.values())) if zero3 else sum(sizes.values()))
 
 
 def _packed_gradients(placed: Placed) -> int:

@@ -16,7 +16,7 @@ def draw(options: Sequence[Option], path: Path) -> None:
     """Write a PNG, SVG or PDF by the name's ending. Local.
 
     Raises:
-        ValueError: without matplotlib, or for an ending that it does not know.
+        ValueError: without matplotlib, for an ending that it does not know, a file that cannot be written.
     """
     try:
         from matplotlib.figure import Figure
@@ -37,7 +37,10 @@ def draw(options: Sequence[Option], path: Path) -> None:
         axes[2].set(title="Predicted step", ylabel="ms")
     figure.suptitle(f"{options[0].placed.shapes.name}, {options[0].layout.shard} shard ranks x "
                     f"{options[0].layout.replicate} replicas")  # fmt: skip
-    figure.savefig(path)
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error}") from error
 
 
 def _traffic(options: Sequence[Option]) -> dict[str, list[float]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from dmuon_core.planning.hardware import Hardware
 from dmuon_core.planning.layout import Layout, Placed, place
-from dmuon_core.planning.memory import Memory, memory
+from dmuon_core.planning.memory import Memory, memories
 from dmuon_core.planning.shapes import ModelShapes
 from dmuon_core.planning.timing import Times, Work, step_times
 
@@ -77,7 +77,7 @@ def evaluate(
         ValueError: no partition keeps to ``limits.max_owned_bytes``.
     """
     placed = place(shapes, layout, limits.max_owned_bytes)
-    fullest = max((memory(placed, rank, normuon=normuon) for rank in range(layout.ranks)), key=lambda m: m.total)
+    fullest = max(memories(placed, normuon=normuon), key=lambda needed: needed.total)
     times = None if hardware is None else step_times(placed, hardware, work)
     return Option(placed, fullest, times, limits.fit(fullest))
 

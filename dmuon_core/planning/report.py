@@ -7,8 +7,19 @@ from collections.abc import Sequence
 from dmuon_core.planning.layout import Placed
 from dmuon_core.planning.memory import Memory
 from dmuon_core.planning.recommend import Option, Recommendation
+from dmuon_core.planning.shapes import ModelShapes
 from dmuon_core.planning.timing import Times
-from dmuon_core.planning.traffic import Axis, Kind, Phase, group_size, link_bytes, through_link, transfers
+from dmuon_core.planning.traffic import (
+    Axis,
+    Kind,
+    Phase,
+    Transfer,
+    column_transfers,
+    common_transfers,
+    group_size,
+    link_bytes,
+    through_link,
+)
 
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
@@ -50,6 +61,7 @@ def report(
             f"{shapes.name}: {shapes.numel / 1e6:,.1f} M parameters, {shapes.owned_numel / 1e6:,.1f} M of them in "
             f"{len(shapes.matrices)} owned matrices, {len(option.placed.owned)} hook modules",
             f"Layout: {option.layout}",
+            *warnings(shapes),
         ],
         ["OWNERS (a slot is a rank)", str(option.placed.assignment), *owner_lines(option.placed, all_owners)],
         ["MEMORY of the fullest rank, without activations", *memory_lines([o.memory for o in pair], normuon)],
@@ -63,6 +75,15 @@ def report(
     if recommendation is not None:
         parts.append(["RECOMMENDED", *recommendation_lines(recommendation)])
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
+
+
+def warnings(shapes: ModelShapes) -> list[str]:
+    """What the shapes cannot tell about this model, a sentence each."""
+    return [
+        f"Warning: '{name}' is the module '{earlier}' again. The plan has it run once in a forward: each further call "
+        "computes, and sends if it is a hook module, once more."
+        for name, earlier in shapes.repeated
+    ]
 
 
 def owner_lines(placed: Placed, every: bool) -> list[str]:
@@ -103,7 +124,7 @@ def memory_lines(both: Sequence[Memory], normuon: bool) -> list[str]:
 def traffic_lines(both: Sequence[Placed]) -> list[str]:
     """Bytes of buffers, and through the busiest link, of the column that sends most over replicas."""
     found = [
-        max((transfers(p, c) for c in range(p.layout.shard)), key=lambda t: sum(x.nbytes for x in t)) for p in both
+        [*common_transfers(p), *max(column_transfers(p), key=lambda found: sum(t.nbytes for t in found))] for p in both
     ]
     rows = []
     for kind in Kind:
@@ -161,10 +182,18 @@ def recommendation_lines(found: Recommendation) -> list[str]:
     ]
 
 
-def phase_bytes(placed: Placed, column: int) -> dict[str, dict[str, int]]:
-    """Buffer bytes by phase and kind, for machines."""
-    found: dict[str, dict[str, int]] = {phase.value: {} for phase in Phase}
-    for transfer in transfers(placed, column):
-        kinds = found[transfer.phase.value]
+def phase_bytes(placed: Placed) -> list[dict[str, dict[str, int]]]:
+    """Buffer bytes by phase and kind in each column, for machines."""
+    common = _by_phase(common_transfers(placed))
+    return [
+        {phase: {**kinds, **of_column[phase]} for phase, kinds in common.items()}
+        for of_column in map(_by_phase, column_transfers(placed))
+    ]
+
+
+def _by_phase(found: Sequence[Transfer]) -> dict[str, dict[str, int]]:
+    sums: dict[str, dict[str, int]] = {phase.value: {} for phase in Phase}
+    for transfer in found:
+        kinds = sums[transfer.phase.value]
         kinds[transfer.kind.name.lower()] = kinds.get(transfer.kind.name.lower(), 0) + transfer.nbytes
-    return found
+    return sums

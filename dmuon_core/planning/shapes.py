@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -51,6 +52,7 @@ class ModelShapes:
     Attributes:
         matrices: what the partition takes, one for each owned weight.
         attention: FLOPs that one token takes in a forward for each token of its sequence, outside of parameters.
+        repeated: (name, earlier name) of modules with matrices that are in the tree again under another name.
     """
 
     name: str
@@ -58,6 +60,7 @@ class ModelShapes:
     weights: tuple[Weight, ...]
     matrices: tuple[MatrixSpec, ...]
     attention: float = 0.0
+    repeated: tuple[tuple[str, str], ...] = ()
 
     @property
     def numel(self) -> int:
@@ -70,6 +73,23 @@ class ModelShapes:
     def of_unit(self, unit: str) -> list[Weight]:
         """The weights of one unit, in order."""
         return [weight for weight in self.weights if weight.unit == unit]
+
+    @cached_property
+    def reached(self) -> frozenset[str]:
+        """The units that a backward comes to: something trains in them, or earlier in the order of the weights.
+
+        What comes first in that order is taken to come first in the forward, so with frozen embeddings the frozen
+        blocks up to the first that trains are not in it. The root is where anything trains.
+        """
+        first = next((index for index, weight in enumerate(self.weights) if weight.trainable), None)
+        if first is None:
+            return frozenset()
+        reached = {ROOT}
+        for weight in self.weights[first:]:
+            reached.add(weight.unit)
+            parts = weight.fqn.split(".")  # the weight may be FSDP2's root's, inside of a hook module
+            reached.update(".".join(parts[:count]) for count in range(1, len(parts)))
+        return frozenset(reached.intersection(self.units))
 
     def with_expert_share(self, share: float) -> ModelShapes:
         """Routed experts (names with "experts.") used by ``share`` of the tokens: 8 of 128 is 0.0625."""
@@ -92,7 +112,8 @@ def shapes_of(
     """The shapes of a plain ``model`` on any device, with the decisions of `dedicate_params`. Local, reads no data.
 
     What is not owned is taken to be wrapped as the README does: ``fully_shard`` on each of `default_boundaries`, then
-    on the model.
+    on the model. Hook modules that a ``predicate`` adds to these, such as frozen blocks, are not wrapped: what they do
+    not own is the root's.
 
     Raises:
         ValueError: as `dedicate_params` does, such as for a model without matrices.
@@ -101,11 +122,12 @@ def shapes_of(
         model, predicate, None, True,
         shard_size=1, replicate_size=1, device=None, master_dtype=master_dtype, split=split, max_owned_bytes=None,
     )  # fmt: skip
-    blocks = {id(block) for block in default_boundaries(model)} | {id(module) for _, module, _ in plan.boundaries}
+    wrapped = {id(block) for block in default_boundaries(model)}
+    blocks = wrapped | {id(module) for _, module, _ in plan.boundaries}
     names = {id(module): fqn for fqn, module in model.named_modules() if id(module) in blocks}
     unit_of: dict[int, str] = {}
     for module in model.modules():
-        if id(module) in names and module is not model:
+        if id(module) in wrapped:
             for param in module.parameters():
                 unit_of.setdefault(id(param), names[id(module)])
     hook_of = {fqn: unit for unit, _, fqns in plan.boundaries for fqn in fqns}
@@ -131,4 +153,23 @@ def shapes_of(
         weights,
         plan.assignment.specs,
         attention,
+        tuple(_repeated(model)),
     )
+
+
+def _repeated(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """(name, earlier name) of modules with matrices for products that a walk of the tree comes to again."""
+    first: dict[int, str] = {}
+
+    def walk(module: nn.Module, name: str, around: tuple[nn.Module, ...]) -> Iterator[tuple[str, str]]:
+        for key, child in module._modules.items():
+            if child is None or any(child is ancestor for ancestor in around):
+                continue  # a reference back up is no second call
+            path = f"{name}.{key}" if name else key
+            if id(child) not in first:
+                first[id(child)] = path
+                yield from walk(child, path, (*around, child))
+            elif not is_embedding(child) and any(param.ndim >= 2 for param in child.parameters()):
+                yield path, first[id(child)]
+
+    return walk(model, ROOT, (model,))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from dmuon_core.assignment import MatrixSpec
+from dmuon_core.planning.json_file import read_json
 from dmuon_core.planning.shapes import ROOT, ModelShapes, Weight
 
 _KEYS = ("name", "shape", "layer", "dtype", "kind")
@@ -54,20 +54,37 @@ def read_shapes(
 
 def _entries(path: Path) -> dict[str, Mapping[str, Any]]:
     if path.suffix == ".csv":
-        with path.open(newline="") as file:
-            rows = csv.DictReader(file)
-            if rows.fieldnames is None or not {"name", "shape"} <= set(rows.fieldnames):
-                raise ValueError(f"{path}: the first line must name the columns, at least name,shape")
-            entries: dict[str, Mapping[str, Any]] = {}
-            for row in rows:
-                if row["name"] in entries:
-                    raise ValueError(f"{path}: '{row['name']}' occurs twice")
-                entries[row["name"]] = {key: value for key, value in row.items() if value}
-            return entries
-    found = json.loads(path.read_text())
+        return _rows(path)
+    found = read_json(path)
     if not isinstance(found, dict) or not found:
         raise ValueError(f"{path} must hold {{name: shape}}, or be a config of Hugging Face with 'model_type'")
     return {name: value if isinstance(value, dict) else {"shape": value} for name, value in found.items()}
+
+
+def _rows(path: Path) -> dict[str, Mapping[str, Any]]:
+    """The entries of a CSV file, with or without the mark that spreadsheets put before UTF-8."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            lines = [[cell.strip() for cell in line] for line in csv.reader(file)]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"cannot read {path} as CSV in UTF-8: {error}") from error
+    heads, *rows = [line for line in lines if any(line)] or [[]]
+    if not {"name", "shape"} <= set(heads):
+        raise ValueError(f"{path}: the first line must name the columns, at least name,shape")
+    if len(set(filter(None, heads))) < len([head for head in heads if head]):
+        raise ValueError(f"{path}: the first line names a column twice")
+    entries: dict[str, Mapping[str, Any]] = {}
+    for row in rows:
+        entry = {key: value for key, value in zip(heads, row, strict=False) if value}
+        name = entry.get("name")
+        if name is None:
+            raise ValueError(f"{path}: a line has no name: {','.join(row)}")
+        if any(row[len(heads) :]):
+            raise ValueError(f"{path}: '{name}' has more cells than the first line: quote a shape with commas")
+        if name in entries:
+            raise ValueError(f"{path}: '{name}' occurs twice")
+        entries[name] = entry
+    return entries
 
 
 def _weight(
@@ -95,12 +112,12 @@ def _weight(
 
 
 def _shape(value: Any, what: str) -> tuple[int, ...]:
-    sizes = re.split(r"[x, ]+", value.strip("[]() ")) if isinstance(value, str) else value
-    try:
-        shape = tuple(int(size) for size in sizes)
-    except (TypeError, ValueError):
-        shape = ()
-    if not shape or math.prod(shape) < 1 or min(shape) < 1:
+    sizes = re.split(r"[xX, ]+", value.strip("[]() ")) if isinstance(value, str) else value
+    if isinstance(value, str) and all(size.isdecimal() for size in sizes):
+        sizes = [int(size) for size in sizes]
+    whole = isinstance(sizes, list) and all(type(size) is int for size in sizes)  # neither 4.7 nor true
+    shape = tuple(sizes) if whole else ()
+    if not shape or min(shape) < 1 or math.prod(shape) >= 2**63:
         raise ValueError(f"{what} has the shape {value!r}; write [4096, 1024], in CSV 4096x1024")
     return shape
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dmuon_core.planning.json_file import read_json
 from dmuon_core.planning.shapes import ModelShapes, shapes_of
 from dmuon_core.planning.shapes_file import read_shapes
 
@@ -44,7 +44,7 @@ def load_shapes(
         path = Path(source)
         if not path.is_file():
             raise ValueError(f"there is no file '{source}'")
-        config = _json(path) if source.endswith(".json") else None
+        config = read_json(path) if source.endswith(".json") else None
         if not (isinstance(config, dict) and "model_type" in config):
             if patterns:
                 raise ValueError(f"{source}: a shapes file says in its 'kind' what Muon trains: leave out --match")
@@ -57,6 +57,7 @@ def load_shapes(
         raise ValueError(f"'{source}' is neither package.module:factory nor a .json or .csv file")
     if dtype is not None:
         model.to(dtype)
+    _check_matches(model, patterns or [])
     return shapes_of(model, _matching(patterns), master_dtype=master_dtype, name=name, attention=attention)
 
 
@@ -66,14 +67,28 @@ def _matching(patterns: list[str] | None) -> Callable[[str, nn.Parameter], bool]
     return lambda fqn, param: param.ndim >= 2 and any(fnmatchcase(fqn, pattern) for pattern in patterns)
 
 
+def _check_matches(model: nn.Module, patterns: list[str]) -> None:
+    """A pattern that matches nothing is a slip, even beside others that do."""
+    for pattern in patterns:
+        ranks = [param.ndim for name, param in model.named_parameters() if fnmatchcase(name, pattern)]
+        if not any(ndim >= 2 for ndim in ranks):
+            found = "only parameters that are no matrices" if ranks else "no parameter"
+            names = [name for name, param in model.named_parameters() if param.ndim >= 2]
+            raise ValueError(
+                f"--match: '{pattern}' matches {found}; the matrices are {', '.join(names[:8])}"
+                f"{' and more' if len(names) > 8 else ''}"
+            )
+
+
 def _from_factory(source: str) -> nn.Module:
     module_name, _, attribute = source.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         found: Any = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(f"cannot import '{module_name}' of '{source}': {error}") from error
+    except (Exception, SystemExit) as error:  # whatever the module does when it is imported
+        what = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
+        raise ValueError(f"cannot import '{module_name}' of '{source}': {what}{error}") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             names = [name for name, value in vars(found).items() if callable(value) and not name.startswith("_")]
@@ -82,7 +97,7 @@ def _from_factory(source: str) -> nn.Module:
     try:
         with torch.device("meta"):
             model = found()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(
             f"'{source}' raised {type(error).__name__} on the meta device: {error}. It is called without arguments, "
             "and must not look at values of its parameters"
@@ -112,7 +127,7 @@ def _from_config(config: dict[str, Any], source: str) -> tuple[nn.Module, float]
             if name is not None and hasattr(transformers, name):
                 model = getattr(transformers, name)(settings)
             else:
-                model = transformers.AutoModelForCausalLM.from_config(settings)
+                model = _guessed_model(transformers, settings)
     except Exception as error:
         raise ValueError(f"{source}: transformers {transformers.__version__} cannot build it: {error}") from error
     if isinstance(settings.dtype, torch.dtype):
@@ -127,18 +142,31 @@ def _from_config(config: dict[str, Any], source: str) -> tuple[nn.Module, float]
     return model, 2.0 * layers * heads * (getattr(text, "head_dim", None) or hidden // heads)
 
 
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+def _guessed_model(transformers: Any, settings: Any) -> nn.Module:
+    """The model of a config without 'architectures': one that generates text, with images if it has them, or any."""
+    names = ["AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModel"]
+    if hasattr(settings, "vision_config"):  # as a causal one it would be its text part alone, if that
+        names[:2] = reversed(names[:2])
+    refused: ValueError | None = None
+    for auto in (getattr(transformers, name) for name in names if hasattr(transformers, name)):
+        try:
+            return auto.from_config(settings)
+        except ValueError as error:  # none of this kind for such a config
+            refused = refused or error
+    raise refused or ValueError("it has no class for it")
 
 
 def expert_share(source: str) -> float | None:
-    """Share of tokens that a routed expert of a config of Hugging Face sees; None where there are none."""
-    config = _json(Path(source)) if source.endswith(".json") else None
-    if not isinstance(config, dict):
+    """Share of tokens that a routed expert of a config of Hugging Face sees; None where there are none.
+
+    It stands in the config itself, or in the part of it that describes the text model.
+    """
+    config = read_json(Path(source)) if source.endswith(".json") else None
+    if not isinstance(config, dict) or "model_type" not in config:
         return None
-    chosen = config.get("num_experts_per_tok")
-    experts = next((config[k] for k in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(k)), None)
-    return chosen / experts if chosen and experts else None
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        chosen = part.get("num_experts_per_tok")
+        experts = next((part[k] for k in ("num_experts", "num_local_experts", "n_routed_experts") if part.get(k)), None)
+        if chosen and experts:
+            return chosen / experts
+    return None

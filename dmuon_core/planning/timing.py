@@ -15,7 +15,16 @@ from dmuon_core.assignment import MatrixSpec
 from dmuon_core.planning.hardware import Hardware, rate_at
 from dmuon_core.planning.layout import Placed
 from dmuon_core.planning.shapes import ROOT
-from dmuon_core.planning.traffic import Axis, Kind, Phase, Transfer, group_size, through_link, transfers
+from dmuon_core.planning.traffic import (
+    Axis,
+    Kind,
+    Phase,
+    Transfer,
+    column_transfers,
+    common_transfers,
+    group_size,
+    through_link,
+)
 
 MUON_PASSES = 14
 """Reads and writes of a whole matrix in one update, beside the products of Newton-Schulz: momentum (3), nesterov (3),
@@ -96,26 +105,29 @@ class _Schedule:
         self._placed, self._hardware, self._work = placed, hardware, work
         self._units = list(placed.shapes.units)
         self._blocks = [unit for unit in self._units if unit != ROOT]
-        # Rows are alike; columns differ in what they send over replicas.
-        by_column = [transfers(placed, column) for column in range(placed.layout.shard)]
-        self._row = self._sends([t for t in by_column[0] if t.axis is not Axis.REPLICATE])
-        self._columns = [self._sends([t for t in found if t.axis is Axis.REPLICATE]) for found in by_column]
-        self._gathers = self._sends([t for t in by_column[0] if t.kind in (Kind.BROADCAST, Kind.ALL_GATHER)])
+        # Rows are alike; columns differ in what their owners send over replicas.
+        common = common_transfers(placed)
+        self._row = self._sends([t for t in common if t.axis is not Axis.REPLICATE])
+        self._gathers = self._sends([t for t in common if t.kind in (Kind.BROADCAST, Kind.ALL_GATHER)])
+        self._columns = [self._sends(found) for found in column_transfers(placed)]
+        self._slowest = self._of_slowest_column(self._sends([t for t in common if t.axis is Axis.REPLICATE]))
         self._forward = {unit: self._compute(unit) for unit in self._units}
+        # Twice the products: gradients of the input and of the weight.
+        back = 3 if work.recompute else 2
+        self._back = {unit: back * self._forward[unit] * (unit in placed.shapes.reached) for unit in self._units}
 
     def times(self) -> Times:
-        back = 3 if self._work.recompute else 2  # twice the products: gradients of the input and of the weight
-        compute = (1 + back) * sum(self._forward.values())
-        replicate = {unit: self._slowest(Phase.BACKWARD, unit) for unit in self._units}
+        forward, back = sum(self._forward.values()), sum(self._back.values())
+        replicate = {unit: self._slowest.get((Phase.BACKWARD, unit), 0.0) for unit in self._units}
         sent_forward = sum(seconds for (phase, _), seconds in self._row.items() if phase is Phase.FORWARD)
         sent_back = sum(self._row.values()) - sent_forward + sum(replicate.values())
         optimizer, ready = self._updates()
-        publish = sum(self._slowest(Phase.STEP, unit) for unit in self._units)
+        publish = sum(self._slowest.get((Phase.STEP, unit), 0.0) for unit in self._units)
         return Times(
-            compute,
+            forward + back,
             sent_forward + sent_back,
-            self._blend(self._way_out({}), sum(self._forward.values()) + sent_forward),
-            self._blend(self._way_back(back, replicate), back * sum(self._forward.values()) + sent_back),
+            self._blend(self._way_out({}), forward + sent_forward),
+            self._blend(self._way_back(replicate), back + sent_back),
             optimizer,
             publish,
             self._blend(self._way_out(self._published(optimizer, ready)) - self._way_out({}), publish),
@@ -160,9 +172,13 @@ class _Schedule:
             sends[key] = sends.get(key, 0.0) + self._seconds(transfer)
         return sends
 
-    def _slowest(self, phase: Phase, unit: str) -> float:
-        """Seconds over replicas, of the column that takes longest."""
-        return max(sends.get((phase, unit), 0.0) for sends in self._columns)
+    def _of_slowest_column(self, common: Sends) -> Sends:
+        """Seconds over replicas, of the column that takes longest; ``common`` is sent in every one."""
+        slowest: Sends = {}
+        for sends in self._columns:
+            for key, seconds in sends.items():
+                slowest[key] = max(slowest.get(key, 0.0), seconds)
+        return {key: slowest.get(key, 0.0) + common.get(key, 0.0) for key in {**slowest, **common}}
 
     # Schedules
 
@@ -176,9 +192,9 @@ class _Schedule:
             clock = started + self._forward[unit]
         return max(clock, lane) + self._forward.get(ROOT, 0.0)  # the root computes at the end: its head
 
-    def _way_back(self, back: int, replicate: dict[str, float]) -> float:
+    def _way_back(self, replicate: dict[str, float]) -> float:
         """When the backward ends."""
-        clock = back * self._forward.get(ROOT, 0.0)
+        clock = self._back.get(ROOT, 0.0)
         order = list(reversed(self._blocks))
         gathers = [self._gathers.get((Phase.BACKWARD, unit), 0.0) for unit in order]
         lane = ready = gathers[0] if gathers else 0.0  # `ready`: when the weights of the next unit are there
@@ -186,7 +202,7 @@ class _Schedule:
         behind: str | None = None  # the unit whose gradients go along the row
         for unit, gather, following in zip(order, gathers, [*gathers[1:], 0.0], strict=False):
             started = max(clock, ready)
-            clock = started + back * self._forward[unit]
+            clock = started + self._back[unit]
             ready = lane = max(lane, started) + following
             # What is in flight goes one step on before this unit's gradients are sent.
             clock = max(clock, column_end if self._placed.layout.replicate > 1 else row_end)
@@ -199,16 +215,23 @@ class _Schedule:
         return max(row_end, column_end) + rest
 
     def _updates(self) -> tuple[float, list[dict[str, float]]]:
-        """Seconds of the busiest rank's step, and for each rank when it has updated what it owns of each unit."""
+        """Seconds of the busiest rank's step, and for each column when its ranks have updated what they own of a unit.
+
+        That is when the last of the column's ranks has come past the unit, whether it owns something there or not.
+        """
         layout, specs = self._placed.layout, self._placed.specs
-        ready: list[dict[str, float]] = [{} for _ in range(layout.ranks)]
+        ready: list[dict[str, float]] = [{} for _ in range(layout.shard)]
         clocks = [0.0] * layout.ranks
+        latest = [0.0] * layout.shard
         for unit, weights in self._placed.owned.items():
+            here = set()
             for weight in weights:
-                row, column = self._placed.home(weight.fqn)
-                clocks[row * layout.shard + column] += self._update(specs[weight.fqn])
-            for rank in range(layout.ranks):
-                ready[rank][unit] = clocks[rank]
+                rank, column = self._placed.assignment.owners[weight.fqn], self._placed.home(weight.fqn)[1]
+                clocks[rank] += self._update(specs[weight.fqn])
+                latest[column] = max(latest[column], clocks[rank])
+                here.add(column)
+            for column in here:
+                ready[column][unit] = latest[column]
         sharded = [weight for weights in self._placed.sharded.values() for weight in weights if weight.trainable]
         nbytes = sum(self._placed.padded(weight) * weight.dtype.itemsize for weight in sharded)
         return max(clocks) + ADAM_PASSES * nbytes / self._hardware.memory, ready
@@ -221,14 +244,12 @@ class _Schedule:
 
     def _published(self, optimizer: float, ready: list[dict[str, float]]) -> dict[str, float]:
         """When each unit's new weights are in every column, from the end of the update on."""
-        layout = self._placed.layout
         published: dict[str, float] = {}
-        for column, sends in enumerate(self._columns):
+        for updated, sends in zip(ready, self._columns, strict=True):
             lane = 0.0
-            for unit in self._placed.owned:
-                if (Phase.STEP, unit) in sends:
-                    updated = max(ready[row * layout.shard + column][unit] for row in range(layout.replicate))
-                    lane = max(lane, updated) + sends[Phase.STEP, unit]
+            for (phase, unit), seconds in sends.items():  # in the order of the units
+                if phase is Phase.STEP:
+                    lane = max(lane, updated[unit]) + seconds
                     published[unit] = max(published.get(unit, 0.0), lane - optimizer)
         return published
 

@@ -64,30 +64,60 @@ class Transfer:
 def transfers(placed: Placed, column: int) -> list[Transfer]:
     """The collectives of one step in the steady state, on every rank of shard column ``column``. Pure.
 
-    One forward and one backward, then the optimizer's step. In Z3 an owned unit is broadcast in both, but for the one
-    whose backward comes first, which keeps its buffers; FSDP2 gathers every unit but the root again. With G = 1
-    FSDP2 has nothing to send, this library still goes through its groups of one. (The first step also has what sets
-    up the model.)
+    One forward and one backward, then the optimizer's step. In Z3 an owned unit is broadcast in both, but for those
+    that keep their buffers: the one whose backward comes first, and what is around it, such as the root. FSDP2 gathers
+    every unit but the root again. Where frozen blocks lead, backward fetches one of them in advance and comes to none.
+    With G = 1 FSDP2 has nothing to send, this library still goes through its groups of one. (The first step also has
+    what sets up the model.)
     """
+    return [*common_transfers(placed), *column_transfers(placed)[column]]
+
+
+def common_transfers(placed: Placed) -> list[Transfer]:
+    """Those of `transfers` that are the same in every column: all but what the columns' owners exchange. Pure."""
     found = []
     units = list(placed.owned)
-    kept = units[-1] if units else None  # the last whose forward starts
+    last = units[-1] if units else ROOT  # the last whose forward starts
+    again = _fetched_in_backward(placed, units)
     for unit in units:
         sent = placed.broadcasts[unit]
         found.append(_of(Kind.BROADCAST, Phase.FORWARD, unit, sent))
-        if placed.layout.zero3 and unit != kept:
+        kept = unit in (ROOT, last) or last.startswith(f"{unit}.")
+        if placed.layout.zero3 and unit in again and not kept:
             found.append(_of(Kind.BROADCAST, Phase.BACKWARD, unit, sent))
-        reduced = placed.reduces[unit]
-        mine = [bucket for bucket in reduced if bucket.column == column]
-        found.append(_of(Kind.REDUCE, Phase.BACKWARD, unit, reduced))
-        if placed.layout.replicate > 1:
-            published = [bucket for bucket in placed.publications[unit] if bucket.column == column]
-            found.append(_of(Kind.REPLICATE_REDUCE, Phase.BACKWARD, unit, mine))
-            found.append(_of(Kind.PUBLISH, Phase.STEP, unit, published))
+        found.append(_of(Kind.REDUCE, Phase.BACKWARD, unit, placed.reduces[unit]))
     trainable = sum(w.trainable for weights in placed.owned.values() for w in weights)
     if trainable:
         found.append(Transfer(Kind.FLAGS, Phase.BACKWARD, ROOT, 1, trainable))
     return [transfer for transfer in [*found, *_of_fsdp2(placed)] if transfer.buffers]
+
+
+def column_transfers(placed: Placed) -> list[list[Transfer]]:
+    """For each column what its owners exchange with their replicas; as many entries as the layout has columns. Pure."""
+    found: list[list[Transfer]] = [[] for _ in range(placed.layout.shard)]
+    if placed.layout.replicate > 1:
+        kinds = (
+            (Kind.REPLICATE_REDUCE, Phase.BACKWARD, placed.reduces),
+            (Kind.PUBLISH, Phase.STEP, placed.publications),
+        )
+        for unit in placed.owned:
+            for kind, phase, buckets in kinds:
+                of_column: dict[int, list[Bucket]] = {}
+                for bucket in buckets[unit]:
+                    of_column.setdefault(bucket.column, []).append(bucket)
+                for column, mine in of_column.items():
+                    found[column].append(_of(kind, phase, unit, mine))
+    return found
+
+
+def _fetched_in_backward(placed: Placed, units: Iterable[str]) -> set[str]:
+    """Of the ``units``, in the order of their forward, those that backward comes to, and the one fetched ahead."""
+    in_turn = sorted(units, key=lambda unit: unit == ROOT)  # the forward of the root ends last
+    found: set[str] = set()
+    for index, unit in enumerate(in_turn):
+        if unit in placed.shapes.reached:
+            found.update(in_turn[max(index - 1, 0) : index + 1])
+    return found
 
 
 def _of(kind: Kind, phase: Phase, unit: str, buckets: Iterable[Bucket]) -> Transfer:
@@ -98,13 +128,14 @@ def _of(kind: Kind, phase: Phase, unit: str, buckets: Iterable[Bucket]) -> Trans
 def _of_fsdp2(placed: Placed) -> list[Transfer]:
     found = []
     layout = placed.layout
+    again = _fetched_in_backward(placed, placed.sharded)
     for unit, weights in placed.sharded.items():
         gathered = sum(placed.padded(w) * placed.compute_dtype(w).itemsize for w in weights)
         scattered = sum(placed.padded(w) * placed.reduce_dtype(w).itemsize for w in weights if w.trainable)
         if layout.shard > 1:
             whole = Transfer(Kind.ALL_GATHER, Phase.FORWARD, unit, 1, gathered * layout.shard)
             found.append(whole)
-            if layout.zero3 and unit != ROOT:
+            if layout.zero3 and unit in again and unit != ROOT:
                 found.append(Transfer(Kind.ALL_GATHER, Phase.BACKWARD, unit, 1, whole.nbytes))
             if scattered:
                 found.append(Transfer(Kind.REDUCE_SCATTER, Phase.BACKWARD, unit, 1, scattered * layout.shard))

@@ -58,6 +58,62 @@ def build(half: bool) -> tuple[nn.Module, MixedPrecisionPolicy]:
     return model, policy or MixedPrecisionPolicy()
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, 17), nn.Linear(17, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Stem(nn.Module):
+    """Four blocks behind a layer of its own; with ``tied`` the first block and the last share a matrix."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(VOCAB, DIM)
+        self.stem = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(DIM, VOCAB)
+        if tied:
+            self.blocks[3].up.weight = self.blocks[0].up.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.stem(self.emb(tokens)).tanh()
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def in_blocks(name: str, param: nn.Parameter) -> bool:
+    return name.startswith("blocks.") and param.ndim >= 2
+
+
+def build_other(kind: str) -> tuple[nn.Module, Any]:
+    """The model of `OTHERS` and its predicate."""
+    torch.manual_seed(0)
+    model = Stem(tied=kind == "matrices of the root")
+    if kind == "matrices of the root":
+        return model, None
+    frozen = [model.blocks[2]] if kind == "a frozen block between" else [model.emb, model.stem, *model.blocks[:2]]
+    for module in frozen:
+        module.requires_grad_(False)
+    return model, in_blocks
+
+
+OTHERS = pytest.mark.parametrize(
+    ("kind", "zero3"),
+    [
+        ("matrices of the root", True),
+        ("frozen blocks first", True),
+        pytest.param("matrices of the root", False, marks=pytest.mark.slow),
+        pytest.param("a frozen block between", True, marks=pytest.mark.slow),
+        pytest.param("frozen blocks first", False, marks=pytest.mark.slow),
+    ],
+)
+
+
 def layout_of(shard: int, replicate: int, zero3: bool, half: bool) -> Layout:
     dtypes = (torch.bfloat16, torch.float32) if half else (None, None)
     return Layout(shard, replicate, zero3, *dtypes)
@@ -94,10 +150,13 @@ class Bytes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def train(shard: int, replicate: int, zero3: bool, half: bool) -> dict[str, Any]:
+def train(shard: int, replicate: int, zero3: bool, half: bool, other: str | None = None) -> dict[str, Any]:
     from dmuon_core import Muon, dedicate_params, default_boundaries
 
     model, policy = build(half)
+    predicate = None
+    if other is not None:
+        model, predicate = build_other(other)
     mesh = (
         init_device_mesh("cpu", (shard,))
         if replicate == 1
@@ -105,7 +164,7 @@ def train(shard: int, replicate: int, zero3: bool, half: bool) -> dict[str, Any]
     )
     recorder = Recorder()
     replace_streams(lambda device: recorder)
-    dedicated = dedicate_params(model, mesh, reshard_after_forward=zero3, mp_policy=policy)
+    dedicated = dedicate_params(model, mesh, predicate, reshard_after_forward=zero3, mp_policy=policy)
     recorder.dedicated = dedicated
     for block in default_boundaries(model):
         fully_shard(block, mesh=mesh, reshard_after_forward=zero3, mp_policy=policy)
@@ -195,6 +254,20 @@ def test_plan_equals_a_run(shard: int, replicate: int, zero3: bool, half: bool) 
         assert result["owners"] == dict(placed.assignment.owners)
         assert result["bytes"] == planned_bytes(placed, rank % shard)
         check_memory(result, memory(placed, rank, normuon=True), half)
+
+
+@OTHERS
+def test_plan_equals_a_run_of_other_models(kind: str, zero3: bool) -> None:
+    model, predicate = build_other(kind)
+    placed = place(shapes_of(model, predicate), Layout(2, 1, zero3))
+    for rank, result in enumerate(run_distributed(train, 2, 2, 1, zero3, False, kind)):
+        assert result["owners"] == dict(placed.assignment.owners)
+        assert result["bytes"] == planned_bytes(placed, rank)
+        planned = memory(placed, rank, normuon=True)
+        assert result["gathered"] == planned.gathered
+        assert result["most"]["unsharded"] == planned.unsharded
+        assert result["weights"] == {"owned": planned.owned_weights, "other": planned.sharded_weights}
+        assert result["gradients"] == {"owned": planned.owned_gradients, "other": planned.sharded_gradients}
 
 
 def planned_bytes(placed: Any, column: int) -> dict[tuple[str, str], int]:

@@ -40,6 +40,12 @@ def with_weights() -> Net:
         return Net()
 
 
+def shared_block() -> Net:
+    net = Net()
+    net.blocks[2] = net.blocks[0]
+    return net
+
+
 def not_a_module() -> int:
     return 3
 

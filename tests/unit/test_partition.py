@@ -19,7 +19,7 @@ from dmuon_core.balancing import longest_first
 from dmuon_core.bounds import proven_bound, simple_bound
 from dmuon_core.filling import fill_slots
 from dmuon_core.partition import Assignment, MatrixSpec, compute_balanced_assignment, newton_schulz_flops
-from dmuon_core.placement import Items
+from dmuon_core.placement import Items, Placement
 
 
 def specs_of(layers: int, shapes: dict[str, tuple[int, ...]]) -> list[MatrixSpec]:
@@ -472,3 +472,19 @@ def test_hundred_thousand_matrices(shard_size: int) -> None:
     # 97 or 98 equal matrices a slot: nothing is better.
     assert max(result.loads) == 98 * newton_schulz_flops((2048, 768)) == result.proven_bound
     assert set(result.root_balance.values()) == {1.0}
+
+
+def test_thousands_of_idle_slots_do_not_slow_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With far more slots than matrices every slot is looked at a few times, not once for each idle one."""
+    looked_at = 0
+    count = Placement.count
+
+    def counted(placement: Placement, slot: int) -> int:
+        nonlocal looked_at
+        looked_at += 1
+        return count(placement, slot)
+
+    monkeypatch.setattr(Placement, "count", counted)
+    found = compute_balanced_assignment(specs_of(40, {"up": (64, 256), "q": (64, 64)}), 1024, shard_size=4)
+    assert len(found.idle_slots) >= 1024 - 80
+    assert looked_at <= 3 * 1024

@@ -7,18 +7,20 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 from planning_models import BLOCKS, MATRIX, VOCAB, WIDTH, Net, NoBlocks
 
 from dmuon_core import NewtonSchulzFlops
+from dmuon_core.assignment import MatrixSpec
 from dmuon_core.planning.cli import main
 from dmuon_core.planning.hardware import Hardware
-from dmuon_core.planning.layout import Layout, place
-from dmuon_core.planning.memory import memory
+from dmuon_core.planning.layout import Layout, Placed, place
+from dmuon_core.planning.memory import memories, memory
 from dmuon_core.planning.recommend import Limits, evaluate, layouts, recommend
-from dmuon_core.planning.shapes import ROOT, shapes_of
+from dmuon_core.planning.shapes import ROOT, ModelShapes, Weight, shapes_of
 from dmuon_core.planning.shapes_file import read_shapes
 from dmuon_core.planning.timing import ADAM_PASSES, MUON_PASSES, Work, step_times
-from dmuon_core.planning.traffic import Kind, total, transfers
+from dmuon_core.planning.traffic import Kind, Phase, total, transfers
 
 HERE = "planning_models"
 FAST = Hardware(1e9, 1e9, ((1.0, 1e9),), ((1.0, 2e9),), latency=0.0)
@@ -109,6 +111,59 @@ def test_a_model_without_blocks_is_one_unit(replicate: int) -> None:
     assert (times.publish > 0) is (replicate > 1)
 
 
+@pytest.mark.parametrize("layout", [Layout(3, 2), Layout(2, 2, False, torch.bfloat16), Layout(5), Layout(64, 64)])
+def test_every_rank_holds_what_it_owns(layout: Layout) -> None:
+    placed = place(shapes_of(Net()), layout)
+    found = memories(placed, normuon=True)
+    assert len(found) == layout.ranks
+    owners = list(placed.assignment.owners.values())
+    for rank, one in enumerate(found):
+        column = rank % layout.shard
+        mine, ours = owners.count(rank), sum(owner % layout.shard == column for owner in owners)
+        assert (one.owned_weights, one.momentum) == (ours * MATRIX * 4, mine * MATRIX * 4)
+        assert one.second_moment == mine * WIDTH * 4
+        assert one.update == (MATRIX * 4 + 2 * 5 * MATRIX if mine else 0)
+        published = {(unit, owner) for unit, fqns in units_of(placed) for owner in owners_in(placed, fqns, column)}
+        assert one.publish == ((ours * MATRIX + 4 * len(published)) * 4 if layout.replicate > 1 else 0)
+        rows = VOCAB - min(VOCAB, -(-VOCAB // layout.shard) * column)
+        assert one.adam == 2 * (2 * min(rows, -(-VOCAB // layout.shard)) * WIDTH * 4 + 4)
+    assert memory(placed, layout.ranks - 1, normuon=True) == found[-1]
+    assert evaluate(placed.shapes, layout, FAST, Work(10), Limits(), True).memory == max(found, key=lambda m: m.total)
+
+
+def units_of(placed: Placed) -> list[tuple[str, list[str]]]:
+    return [(unit, [weight.fqn for weight in weights]) for unit, weights in placed.owned.items()]
+
+
+def owners_in(placed: Placed, fqns: list[str], column: int) -> set[int]:
+    owners = {placed.assignment.owners[fqn] for fqn in fqns}
+    return {owner for owner in owners if owner % placed.layout.shard == column}
+
+
+def test_backward_computes_and_fetches_nothing_for_frozen_blocks_that_lead() -> None:
+    net = Net()
+    for module in (net.emb, net.blocks[0], net.blocks[1]):
+        module.requires_grad_(False)
+    placed = place(shapes_of(net, lambda name, param: name.startswith("blocks")), Layout(2))
+    again = [t.unit for t in transfers(placed, 0) if (t.kind, t.phase) == (Kind.BROADCAST, Phase.BACKWARD)]
+    assert again == ["blocks.1", "blocks.2"]  # the first is fetched ahead of its turn, which does not come
+    work = Work(tokens=10)
+    products = 2 * 10 * (2 * BLOCKS * MATRIX + VOCAB * WIDTH)
+    backward = 2 * 2 * 10 * (2 * (BLOCKS - 2) * MATRIX + VOCAB * WIDTH)
+    assert step_times(placed, FAST, work).compute == pytest.approx((products + backward) / 1e9)
+
+
+def test_what_is_around_the_last_unit_keeps_its_weights() -> None:
+    shapes = ["stem.w", "body.shared", "body.layers.0.w", "body.layers.1.w"]
+    units = ["", "body", "body.layers.0", "body.layers.1"]
+    weights = tuple(Weight(fqn, (4, 4), torch.float32, unit, True) for fqn, unit in zip(shapes, units, strict=True))
+    matrices = tuple(MatrixSpec(w.fqn, w.shape, w.unit) for w in weights)
+    placed = place(ModelShapes("nested", tuple(units), weights, matrices), Layout(2))
+    again = [t.unit for t in transfers(placed, 0) if (t.kind, t.phase) == (Kind.BROADCAST, Phase.BACKWARD)]
+    assert again == ["body.layers.0"]
+    assert memory(placed, 0).unsharded == 4 * (16 + 4) * 4
+
+
 def test_z2_sends_less_and_keeps_more() -> None:
     z3, z2 = (place(shapes_of(Net()), Layout(4, 1, zero3)) for zero3 in (True, False))
     assert total(transfers(z2, 0), Kind.BROADCAST) < total(transfers(z3, 0), Kind.BROADCAST)
@@ -185,6 +240,14 @@ def test_owners_times_and_memory_are_those_of_the_scheme(capsys, tmp_path) -> No
     assert found["Z3"]["memory"]["update"] - default["Z3"]["memory"]["update"] == 2 * (3 * 64 * 256 + 2 * 64 * 64)
 
 
+def test_a_shared_block_is_warned_of(capsys) -> None:
+    arguments = ["plan", f"{HERE}:shared_block", "--devices", "2"]
+    assert main(arguments) == 0
+    assert "Warning: 'blocks.2' is the module 'blocks.0' again" in capsys.readouterr().out
+    assert main([*arguments, "--json"]) == 0
+    assert "'blocks.2'" in json.loads(capsys.readouterr().out)["warnings"][0]
+
+
 def test_without_hardware_there_are_no_times(capsys) -> None:
     assert main(["plan", f"{HERE}:Net", "--devices", "2", "--owners"]) == 0
     text = capsys.readouterr().out
@@ -203,6 +266,12 @@ def test_without_hardware_there_are_no_times(capsys) -> None:
         (["--devices", "2", "--memory", "lots"], "--memory='lots'"),
         (["--devices", "2", "--hardware", "intra=1GB/s,flop=1T"], "did you mean 'flops'"),
         (["--devices", "2", "--max-owned", "1kB"], "raise"),
+        (["--devices", "2", "--replicate", "0"], "--replicate must be at least 1"),
+        (["--devices", "2", "--memory", "1e400"], "--memory='1e400'"),
+        (["--devices", "2", "--activations", "1e400"], "--activations='1e400'"),
+        (["--devices", "2", "--hardware", ""], "intra is missing"),
+        (["--devices", "2", "--plot", "no_such_folder/plan.png"], "there is no folder 'no_such_folder'"),
+        (["--devices", "2", "--match", "*.up.*", "nothing"], "'nothing' matches no parameter"),
     ],
 )
 def test_wrong_arguments_end_in_one_line(capsys, arguments: list[str], message: str) -> None:

@@ -1,107 +1,21 @@
-"""What planning starts from: the hardware line or file, and where a model's shapes come from."""
+"""What planning starts from: where a model's shapes come from."""
 
 from __future__ import annotations
 
 import csv
 import json
-import math
 
 import pytest
 import torch
 from planning_models import BLOCKS, MATRIX, Net
 
-from dmuon_core.planning.hardware import Hardware, parse_hardware, parse_quantity, rate_at
 from dmuon_core.planning.layout import Layout, place
 from dmuon_core.planning.memory import memory
 from dmuon_core.planning.shapes import ROOT, shapes_of
-from dmuon_core.planning.source import load_shapes
-from dmuon_core.planning.traffic import Kind, transfers
+from dmuon_core.planning.source import expert_share, load_shapes
+from dmuon_core.planning.traffic import transfers
 
 HERE = "planning_models"
-
-
-# ----------------------------------------------------------------------------------------------------------- hardware
-
-
-@pytest.mark.parametrize(
-    ("text", "kind", "value"),
-    [
-        ("400GB/s", "bytes/s", 4e11),
-        ("400 GBps", "bytes/s", 4e11),
-        ("400Gb/s", "bytes/s", 5e10),
-        ("100Gbit/s", "bytes/s", 1.25e10),
-        ("1.5GiB/s", "bytes/s", 1.5 * 2**30),
-        ("3e9", "bytes/s", 3e9),
-        ("400T", "FLOP/s", 4e14),
-        ("1.2PFLOP/s", "FLOP/s", 1.2e15),
-        ("989TFLOPS", "FLOP/s", 9.89e14),
-        ("10us", "seconds", 1e-5),
-        ("2 ms", "seconds", 2e-3),
-        ("0.5", "share", 0.5),
-        ("80GB", "bytes", 8e10),
-        ("16GiB", "bytes", 2**34),
-    ],
-)
-def test_quantities(text: str, kind: str, value: float) -> None:
-    assert math.isclose(parse_quantity(text, kind, "it"), value)
-
-
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [
-        ("fast", "bytes/s"),
-        ("0GB/s", "bytes/s"),
-        ("-1T", "FLOP/s"),
-        ("10", "seconds"),
-        ("1.5", "share"),
-        ("8Gb", "bytes"),
-    ],
-)
-def test_a_quantity_of_another_kind_is_refused(text: str, kind: str) -> None:
-    with pytest.raises(ValueError, match=r"it='.*write it like"):
-        parse_quantity(text, kind, "it")
-
-
-def test_a_line_and_what_it_leaves_out() -> None:
-    found = parse_hardware("intra=400GB/s, flops=400T,overlap=0.9")
-    assert found == Hardware(4e11, 4e11, ((1.0, 4e14),), ((1.0, 4e14),), overlap=0.9)
-    assert parse_hardware("intra=1GB/s,inter=2GB/s,flops=1T,ns_flops=2T").ns_flops == ((1.0, 2e12),)
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("intra=1GB/s,flop=1T", "did you mean 'flops'"),
-        ("intr=1GB/s,flops=1T", "did you mean 'intra'"),
-        ("intra=1GB/s", "flops is missing"),
-        ("flops=1T", "intra is missing"),
-        ("intra,flops=1T", "'intra' has no value"),
-        ("nothing.json", "cannot read nothing.json"),
-    ],
-)
-def test_a_malformed_line_says_what_is_wrong(line: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse_hardware(line)
-
-
-def test_a_measured_file_comes_back(tmp_path) -> None:
-    rates = ((64.0, 1e9), (256.0, 4e9))
-    hardware = Hardware(1e9, 2e9, rates, rates, 3e9, 1e-4, 2e-3, 0.25, {Kind.REDUCE: 5e8})
-    path = tmp_path / "machine.json"
-    path.write_text(hardware.to_json())
-    assert parse_hardware(str(path)) == hardware
-    path.write_text(json.dumps({"intra": 1e9, "flops": 1e9, "algorithms": {"GOSSIP": 1}}))
-    with pytest.raises(ValueError, match="no collective 'GOSSIP'"):
-        parse_hardware(str(path))
-
-
-def test_rates_between_measured_sizes() -> None:
-    rate = ((64.0, 1e9), (256.0, 4e9))
-    assert [rate_at(rate, size) for size in (8, 64, 256, 999)] == [1e9, 1e9, 4e9, 4e9]
-    assert math.isclose(rate_at(rate, 128), 2e9)
-
-
-# ------------------------------------------------------------------------------------------------------------- shapes
 
 
 def test_a_module_by_units() -> None:
@@ -118,6 +32,44 @@ def test_a_tied_head_multiplies() -> None:
     net = Net()
     net.head.weight = net.emb.weight
     assert [w.used for w in shapes_of(net).weights if w.fqn == "emb.weight"] == [1.0]
+
+
+def test_only_what_the_readme_wraps_is_a_unit_of_fsdp2() -> None:
+    net = Net()
+    net.blocks[0].norm = torch.nn.LayerNorm(4)
+    net.blocks[0].requires_grad_(False)
+    shapes = shapes_of(net, lambda name, param: name.startswith("blocks") and param.ndim >= 2)
+    assert {w.fqn: w.unit for w in shapes.weights if "blocks.0" in w.fqn} == {
+        "blocks.0.up.weight": "blocks.0",
+        "blocks.0.down.weight": "blocks.0",
+        "blocks.0.norm.weight": ROOT,
+        "blocks.0.norm.bias": ROOT,
+    }
+
+
+def test_backward_comes_to_what_trains_and_what_follows() -> None:
+    def reached(*frozen: str) -> set[str]:
+        net = Net()
+        for name, module in net.named_modules():
+            if name in frozen:
+                module.requires_grad_(False)
+        return set(shapes_of(net, lambda name, param: name.startswith("blocks")).reached)
+
+    blocks = [f"blocks.{i}" for i in range(BLOCKS)]
+    assert reached("blocks.0") == {ROOT, *blocks}
+    assert reached("emb", "blocks.0", "blocks.1", "blocks.3") == {ROOT, "blocks.2", "blocks.3"}
+    assert reached("emb", *blocks) == {ROOT}
+    assert reached("emb", "head", *blocks) == set()
+
+
+def test_a_module_that_is_there_twice_is_named() -> None:
+    net = Net()
+    assert shapes_of(net).repeated == ()
+    net.blocks[2] = net.blocks[0]
+    net.blocks[3].up = net.blocks[1].up
+    net.also = net.emb  # a look-up, no products
+    net.blocks[1].owner = [net]  # not in the tree
+    assert shapes_of(net).repeated == (("blocks.2", "blocks.0"), ("blocks.3.up", "blocks.1.up"))
 
 
 def test_a_factory_a_json_and_a_csv_give_the_same_plan(tmp_path) -> None:
@@ -161,6 +113,7 @@ def test_stacked_experts_of_a_file(tmp_path) -> None:
         (f"{HERE}:Vector", "no hidden-layer matrix"),
         ("gone.json", "no file 'gone.json'"),
         ("model", "neither package.module:factory nor"),
+        (".planning_models:Net", "cannot import '.planning_models'"),
     ],
 )
 def test_a_source_that_cannot_be_planned_says_why(source: str, message: str) -> None:
@@ -169,9 +122,57 @@ def test_a_source_that_cannot_be_planned_says_why(source: str, message: str) -> 
 
 
 @pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("raise RuntimeError('no gpu')", "RuntimeError: no gpu"),
+        ("def m(: pass", "SyntaxError"),
+        ("raise SystemExit(1)", "SystemExit: 1"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_says_why(tmp_path, monkeypatch, line: str, message: str) -> None:
+    (tmp_path / "planned_module.py").write_text(line)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=f"cannot import 'planned_module' .*{message}"):
+        load_shapes("planned_module:m")
+
+
+def test_a_pattern_that_matches_nothing_is_named() -> None:
+    assert len(load_shapes(f"{HERE}:Net", patterns=["*.up.*", "blocks.0.*"]).matrices) == BLOCKS + 1
+    with pytest.raises(ValueError, match=r"'\*.side.\*' matches no parameter; the matrices are emb.weight"):
+        load_shapes(f"{HERE}:Net", patterns=["*.up.*", "*.side.*"])
+    with pytest.raises(ValueError, match=r"'norm.\*' matches only parameters that are no matrices"):
+        load_shapes(f"{HERE}:Vector", patterns=["norm.*"])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("s.json", '{"layers.0.w": [4, 3], "layers.0.w": [400, 300]}', "'layers.0.w' occurs twice"),
+        ("s.json", '{"layers.0.w": [1e400, 3]}', "has the shape"),
+        ("s.csv", "name,shape\nlayers.0.w,4,3\n", "more cells than the first line"),
+        ("s.csv", "name,shape\n,4x3\n", "a line has no name"),
+        ("s.csv", "", "must name the columns"),
+    ],
+)
+def test_a_file_of_shapes_that_is_malformed(tmp_path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_shapes(str(tmp_path / name))
+
+
+def test_a_csv_of_a_spreadsheet(tmp_path) -> None:
+    path = tmp_path / "shapes.csv"
+    path.write_bytes("\ufeffname, shape,kind,\r\n layers.0.w ,4X3, muon,\r\n\r\n".encode())
+    assert [(w.fqn, w.shape, w.owned) for w in load_shapes(str(path)).weights] == [("layers.0.w", (4, 3), True)]
+
+
+@pytest.mark.parametrize(
     ("entries", "message"),
     [
         ({"layers.0.w": "wide"}, "'layers.0.w' has the shape 'wide'"),
+        ({"layers.0.w": [4.7, 3]}, "has the shape"),
+        ({"layers.0.w": [True, 3]}, "has the shape"),
+        ({"layers.0.w": [10**400, 3]}, "has the shape"),
         ({"layers.0.w": {"shape": [4, 4], "sort": "muon"}}, "unknown 'sort'"),
         ({"layers.0.w": {"shape": [4, 4], "kind": "sgd"}}, "unknown kind 'sgd'"),
         ({"layers.0.w": {"shape": [4, 4], "dtype": "int7"}}, "unknown dtype 'int7'"),
@@ -198,3 +199,30 @@ def test_a_config_of_hugging_face(tmp_path) -> None:
     assert {w.dtype for w in shapes.weights} == {torch.bfloat16}
     assert shapes.attention == 2 * 3 * 32
     assert {w.dtype for w in load_shapes(str(path), dtype=torch.float32).weights} == {torch.float32}
+
+
+def test_the_experts_of_a_config(tmp_path) -> None:
+    path = tmp_path / "config.json"
+    routed = {"num_experts_per_tok": 2, "num_experts": 8}
+    for config, share in (
+        ({"model_type": "a", **routed}, 0.25),
+        ({"model_type": "a", "vision_config": {"depth": 2}, "text_config": routed}, 0.25),
+        ({"model_type": "a"}, None),
+        ({"layers.0.w": [4, 4]}, None),
+    ):
+        path.write_text(json.dumps(config))
+        assert expert_share(str(path)) == share
+
+
+@pytest.mark.parametrize(("model_type", "matrices"), [("vit", 2 * 6), ("llava", 2 * 6 + 1 * 7)])
+def test_a_config_that_does_not_name_its_model(tmp_path, model_type: str, matrices: int) -> None:
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    config = {"model_type": model_type, **sizes}
+    if model_type == "llava":
+        text = {"model_type": "llama", **sizes, "num_hidden_layers": 1, "vocab_size": 50}
+        vision = {"model_type": "clip_vision_model", **sizes, "image_size": 32, "patch_size": 8}
+        config = {"model_type": model_type, "text_config": text, "vision_config": vision}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    assert sum(".layer" in f".{m.fqn}" for m in load_shapes(str(path)).matrices) == matrices
