@@ -115,13 +115,30 @@ def _plan(parsed: argparse.Namespace) -> None:
         _bytes(parsed.activations, "--activations") or 0,
         _bytes(parsed.max_owned, "--max-owned"),
     )
+    ranks = _layout(parsed).ranks
+    if hardware is not None and hardware.inter is None and ranks > parsed.per_node:
+        raise ValueError(
+            f"hardware: {ranks} ranks at --per-node {parsed.per_node} are on several nodes: give inter, as in "
+            "inter=50GB/s"
+        )
+    if limits.activations and limits.memory is None:
+        raise ValueError("--activations says what is not left of --memory: give that, such as --memory 80GB")
     option, other, found = _choose(parsed, shapes, hardware, work, limits)
     if parsed.plot is not None:
         draw(sorted((option, other), key=lambda o: not o.layout.zero3), parsed.plot)
     if parsed.json:
         sys.stdout.write(json.dumps(as_json(option, other, found), indent=2) + "\n")
     else:
-        sys.stdout.write(report(option, other, found, normuon=parsed.normuon, all_owners=parsed.owners))
+        sys.stdout.write(
+            report(
+                option,
+                other,
+                found,
+                normuon=parsed.normuon,
+                all_owners=parsed.owners,
+                limited=limits.memory is not None,
+            )
+        )
 
 
 def _choose(

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from dmuon_core.planning.json_file import read_json
 from dmuon_core.planning.traffic import Kind
@@ -38,7 +39,7 @@ class Hardware:
 
     Attributes:
         intra: bytes/s through its link to ranks of its node; a collective along a row of G ranks of a node.
-        inter: bytes/s through its link to another node; ``intra`` if not given.
+        inter: bytes/s through its link to another node; None if not given, and then ``intra`` is taken.
         flops: FLOP/s of forward and backward as a whole, by width of the model.
         ns_flops: FLOP/s of Newton-Schulz, by the shorter side of the matrix; ``flops`` if not given.
         memory: bytes/s of its memory: the elementwise part of updates, packing. Infinite if not given.
@@ -50,7 +51,7 @@ class Hardware:
     """
 
     intra: float
-    inter: float
+    inter: float | None
     flops: Rate
     ns_flops: Rate
     memory: float = math.inf
@@ -61,12 +62,13 @@ class Hardware:
 
     def bandwidth(self, kind: Kind, crosses_nodes: bool) -> float:
         """Bytes/s of a collective through one rank's link."""
-        return self.algorithms.get(kind, self.inter if crosses_nodes else self.intra)
+        between = self.intra if self.inter is None else self.inter
+        return self.algorithms.get(kind, between if crosses_nodes else self.intra)
 
     def to_json(self) -> str:
         """The text of a file that `parse_hardware` reads; bytes, FLOPs and seconds."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "algorithms"}
-        finite = {name: value for name, value in values.items() if value != math.inf}
+        finite = {name: value for name, value in values.items() if value not in (math.inf, None)}
         return json.dumps({**finite, "algorithms": {k.name: v for k, v in self.algorithms.items()}}, indent=2) + "\n"
 
 
@@ -88,6 +90,9 @@ def parse_hardware(text: str) -> Hardware:
         ValueError: a key that does not exist (the nearest one is named), a value that cannot be read, a missing one.
     """
     if text.endswith(".json"):
+        if not Path(text).is_file():
+            made = "torchrun --nproc_per_node N -m dmuon_core measure --json"
+            raise ValueError(f"hardware: there is no file {text}; make it with {made} {text}")
         return _read(Path(text))
     values: dict[str, float] = {}
     for entry in filter(None, (part.strip() for part in text.split(","))):
@@ -114,6 +119,8 @@ def parse_quantity(text: str, kind: str, what: str) -> float:
     if match is None or not fine:
         wanted = "a number from 0 to 1" if kind == "share" else f"a positive number of {kind}"
         raise ValueError(f"{what}={text!r} is not {wanted}; write it like {_EXAMPLES[kind]}")
+    if kind in ("bytes", "bytes/s", "FLOP/s") and not (match[2] or text.strip()[-1:].isalpha()):
+        raise ValueError(f"{what}={text!r} has no unit; write it like {_EXAMPLES[kind]}")
     if kind == "share":
         return number
     if kind == "seconds":
@@ -129,13 +136,13 @@ def _check_key(key: str) -> None:
         raise ValueError(f"hardware: there is no '{key}'; {meant}The keys are {', '.join(_KINDS)}")
 
 
-def _complete(values: dict[str, float | Rate], algorithms: dict[Kind, float]) -> Hardware:
+def _complete(values: dict[str, Any], algorithms: dict[Kind, float]) -> Hardware:
     for key in ("intra", "flops"):
         if key not in values:
             raise ValueError(f"hardware: {key} is missing; write for example intra=400GB/s,inter=50GB/s,flops=400T")
-    values.setdefault("inter", values["intra"])
+    values.setdefault("inter", None)
     values.setdefault("ns_flops", values["flops"])
-    return Hardware(**values, algorithms=algorithms)  # type: ignore[arg-type]
+    return Hardware(**values, algorithms=algorithms)
 
 
 def _read(path: Path) -> Hardware:

@@ -45,7 +45,7 @@ class Layout:
 
     def __str__(self) -> str:
         rows = f" x {self.replicate} replicas" if self.replicate > 1 else ""
-        return f"{self.mode}, {self.shard} shard ranks{rows}"
+        return f"{self.mode}, {self.shard} shard rank{'s' if self.shard > 1 else ''}{rows}"
 
 
 @dataclass(frozen=True)

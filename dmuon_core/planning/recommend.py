@@ -10,6 +10,7 @@ from dmuon_core.planning.layout import Layout, Placed, place
 from dmuon_core.planning.memory import Memory, memories
 from dmuon_core.planning.shapes import ModelShapes
 from dmuon_core.planning.timing import Times, Work, step_times
+from dmuon_core.planning.units import size
 
 _TIE = 0.005
 """Predicted times this close say nothing: then less memory wins."""
@@ -92,7 +93,7 @@ def recommend(options: Iterable[Option]) -> Recommendation:
             options,
             None,
             None,
-            (f"Nothing fits: {least.layout} needs least, {least.memory.total / 1e9:.1f} GB on its fullest rank.",),
+            (f"Nothing fits: {least.layout} needs least, {size(least.memory.total)} on its fullest rank.",),
         )
     # Among what is as fast as the fastest, what needs least memory.
     tied = [option for option in fitting if _seconds(option) <= _seconds(fitting[0]) * (1 + _TIE)]

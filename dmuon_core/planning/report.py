@@ -20,20 +20,7 @@ from dmuon_core.planning.traffic import (
     link_bytes,
     through_link,
 )
-
-_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-
-
-def size(count: float) -> str:
-    """Bytes for people, in powers of 1000."""
-    for unit, name in _UNITS:
-        if abs(count) >= unit:
-            return f"{count / unit:.2f} {name}"
-    return f"{count:.0f} B"
-
-
-def duration(seconds: float) -> str:
-    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
+from dmuon_core.planning.units import duration, size
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -52,8 +39,12 @@ def report(
     *,
     normuon: bool = False,
     all_owners: bool = False,
+    limited: bool = False,
 ) -> str:
-    """Everything about ``option``, beside the same mesh in the ``other_mode`` (Z3 beside Z2)."""
+    """Everything about ``option``, beside the same mesh in the ``other_mode`` (Z3 beside Z2).
+
+    ``limited``: whether the memory of a device was given, so that to fit means something.
+    """
     pair = sorted((option, other_mode), key=lambda o: not o.layout.zero3)
     shapes = option.placed.shapes
     parts = [
@@ -72,6 +63,9 @@ def report(
         parts.append(["PREDICTED STEP", *time_lines(timed)])
     else:
         parts.append(["No --hardware: no times and no recommendation."])
+        if limited:
+            answers = ", ".join(f"{one.layout.mode} {'fits' if one.fits else 'does not fit'}" for one in pair)
+            parts.append([f"In --memory, with --activations: {answers}."])
     if recommendation is not None:
         parts.append(["RECOMMENDED", *recommendation_lines(recommendation)])
     return "\n\n".join("\n".join(part) for part in parts) + "\n"

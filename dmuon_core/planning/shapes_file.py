@@ -118,7 +118,10 @@ def _shape(value: Any, what: str) -> tuple[int, ...]:
     whole = isinstance(sizes, list) and all(type(size) is int for size in sizes)  # neither 4.7 nor true
     shape = tuple(sizes) if whole else ()
     if not shape or min(shape) < 1 or math.prod(shape) >= 2**63:
-        raise ValueError(f"{what} has the shape {value!r}; write [4096, 1024], in CSV 4096x1024")
+        raise ValueError(
+            f"{what} has the shape {value!r}; write [4096, 1024], in CSV 4096x1024 (and a config of Hugging Face needs "
+            "model_type)"
+        )
     return shape
 
 

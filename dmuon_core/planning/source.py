@@ -88,6 +88,8 @@ def _from_factory(source: str) -> nn.Module:
         found: Any = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # whatever the module does when it is imported
         what = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
+        if module_name.endswith(".py"):
+            what = f"write it without .py: {what}"
         raise ValueError(f"cannot import '{module_name}' of '{source}': {what}{error}") from error
     for part in attribute.split("."):
         if not hasattr(found, part):

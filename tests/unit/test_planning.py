@@ -254,6 +254,9 @@ def test_without_hardware_there_are_no_times(capsys) -> None:
     for fqn, rank in place(shapes_of(Net()), Layout(2)).assignment.owners.items():
         assert any(line.split() == [fqn, "64", "x", "64", str(rank)] for line in text.splitlines())
     assert "MEMORY" in text and "No --hardware" in text and "PREDICTED" not in text
+    assert "fit" not in text.split("No --hardware")[1]
+    assert main(["plan", f"{HERE}:Net", "--shard", "2", "--memory", "1kB"]) == 0
+    assert "Z3 does not fit, Z2 does not fit" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -270,6 +273,9 @@ def test_without_hardware_there_are_no_times(capsys) -> None:
         (["--devices", "2", "--memory", "1e400"], "--memory='1e400'"),
         (["--devices", "2", "--activations", "1e400"], "--activations='1e400'"),
         (["--devices", "2", "--hardware", ""], "intra is missing"),
+        (["--devices", "16", "--hardware", "intra=1GB/s,flops=1T"], "16 ranks at --per-node 8 are on several nodes"),
+        (["--devices", "2", "--activations", "1GB"], "--activations says what is not left of --memory"),
+        (["--devices", "2", "--memory", "80"], "--memory='80' has no unit"),
         (["--devices", "2", "--plot", "no_such_folder/plan.png"], "there is no folder 'no_such_folder'"),
         (["--devices", "2", "--match", "*.up.*", "nothing"], "'nothing' matches no parameter"),
     ],

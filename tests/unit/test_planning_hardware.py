@@ -19,7 +19,8 @@ from dmuon_core.planning.traffic import Kind
         ("400Gb/s", "bytes/s", 5e10),
         ("100Gbit/s", "bytes/s", 1.25e10),
         ("1.5GiB/s", "bytes/s", 1.5 * 2**30),
-        ("3e9", "bytes/s", 3e9),
+        ("3e9 B/s", "bytes/s", 3e9),
+        ("4e14 FLOP/s", "FLOP/s", 4e14),
         ("400T", "FLOP/s", 4e14),
         ("1.2PFLOP/s", "FLOP/s", 1.2e15),
         ("989TFLOPS", "FLOP/s", 9.89e14),
@@ -40,6 +41,9 @@ def test_quantities(text: str, kind: str, value: float) -> None:
     ("text", "kind"),
     [
         ("fast", "bytes/s"),
+        ("400", "bytes/s"),
+        ("400", "FLOP/s"),
+        ("80", "bytes"),
         ("0GB/s", "bytes/s"),
         ("-1T", "FLOP/s"),
         ("10", "seconds"),
@@ -56,7 +60,8 @@ def test_a_quantity_of_another_kind_is_refused(text: str, kind: str) -> None:
 
 def test_a_line_and_what_it_leaves_out() -> None:
     found = parse_hardware("intra=400GB/s, flops=400T,overlap=0.9")
-    assert found == Hardware(4e11, 4e11, ((1.0, 4e14),), ((1.0, 4e14),), overlap=0.9)
+    assert found == Hardware(4e11, None, ((1.0, 4e14),), ((1.0, 4e14),), overlap=0.9)
+    assert found.bandwidth(Kind.PUBLISH, crosses_nodes=True) == 4e11
     assert parse_hardware("intra=1GB/s,inter=2GB/s,flops=1T,ns_flops=2T").ns_flops == ((1.0, 2e12),)
 
 
@@ -68,7 +73,7 @@ def test_a_line_and_what_it_leaves_out() -> None:
         ("intra=1GB/s", "flops is missing"),
         ("flops=1T", "intra is missing"),
         ("intra,flops=1T", "'intra' has no value"),
-        ("nothing.json", "cannot read nothing.json"),
+        ("nothing.json", "no file nothing.json; make it with"),
         ("", "intra is missing"),
         ("intra=1GB/s,intra=2GB/s,flops=1T", "'intra' occurs twice"),
     ],
