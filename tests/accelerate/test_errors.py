@@ -198,6 +198,20 @@ def _loaded_by_halves() -> None:
         assert difference(full_weights(model), saved) == 0  # Accelerate loads the model first
 
 
+def _owned_optimizer() -> None:
+    from dmuon_core import OwnedOptimizer
+
+    accelerator, model = accelerator_for(Setup()), MODELS["gpt"]()
+    optimizer = OwnedOptimizer(model, matrix=torch.optim.Muon, other=torch.optim.AdamW)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    _backward(accelerator, model)
+    before = full_weights(model)
+    try:
+        optimizer.step()
+    finally:
+        assert difference(full_weights(model), before) == 0
+
+
 CASES: dict[str, tuple[Any, str, str]] = {
     "sharded before": (_sharded_before, "ValueError", "is sharded before Accelerator.prepare"),
     "dedicated before": (_dedicated_before, "ValueError", "leave dedicate_params to DMuonPlugin"),
@@ -208,6 +222,7 @@ CASES: dict[str, tuple[Any, str, str]] = {
     "untied": (_loader_would_untie, "ValueError", "would untie 'head.weight'"),
     "two optimizers": (_two_optimizers, "RuntimeError", "Accelerate saves one optimizer of a model"),
     "muon over a shard": (_muon_over_a_shard, "RuntimeError", "'blocks.0.attn.q.weight', which DMuonPlugin has given"),
+    "owned optimizer": (_owned_optimizer, "RuntimeError", "other parameters were put in place of those"),
     "rows and columns": (_optimizer_of_rows_and_columns, "", "owned"),
     "enabled too late": (_enabled_too_late, "RuntimeError", "enable() before it, or the Trainer, is built"),
     "sharded without owners": (_sharded_without_owners, "RuntimeError", "SGD trains a sharded model without owned"),

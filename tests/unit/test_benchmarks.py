@@ -12,6 +12,9 @@ from benchmarks.compare_tables import count_table, targets, timing_table
 from benchmarks.contenders import BASELINE, REDUNDANT, Z2, Z3
 from dmuon_core.optim import orthogonalize
 from dmuon_core.optim.newton_schulz import flops
+from dmuon_core.planning.layout import Layout, place
+from dmuon_core.planning.shapes import shapes_of
+from examples.gpt import GPT, GPTConfig
 
 
 @pytest.mark.parametrize("shape", [(8, 24), (24, 8)])
@@ -49,3 +52,14 @@ def test_targets_are_ratios_of_medians():
         f"| 2 | {Z3} | 1024: 1.500, 2048: 1.025 | 2048 tokens | 1.010 | 0.550 | 0.575 | 1.500 |",
         f"| 2 | {Z2} | 1024: 1.450, 2048: 1.050 | not up to 2048 tokens | 1.030 | 0.625 | 0.575 | 1.500 |",
     ]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("dim", [128, 256])
+def test_owners_of_the_benchmark_model_have_equal_work(ranks, dim):
+    with torch.device("meta"):
+        model = GPT(GPTConfig(dim=dim, layers=4, heads=dim // 32, context=128))
+    loads = place(shapes_of(model), Layout(ranks)).assignment.loads
+    assert max(loads) <= 1.05 * sum(loads) / ranks
+    matrices = [p for name, p in model.named_parameters() if "blocks" in name and p.ndim == 2]
+    assert sum(loads) == sum(flops(*p.shape) for p in matrices)
