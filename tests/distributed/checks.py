@@ -39,6 +39,13 @@ class Checks:
 
         return add
 
+    def slow_but(self, *fast: str) -> list[Any]:
+        """The names for `pytest.mark.parametrize`; all but ``fast`` are marked as slow."""
+        import pytest  # a rank that torchrun has started needs none
+
+        assert set(fast) <= self.found.keys()
+        return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in self.found]
+
     def run(self, name: str) -> None:
         """Inside a rank."""
         self.found[name]()

@@ -777,7 +777,7 @@ def _inside_a_forward_or_backward() -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", check.found)
+@pytest.mark.parametrize("name", check.slow_but("equals_one_process-g2_r2", "windows-accumulate"))
 def test_on_four_ranks(name: str) -> None:
     run_distributed(check.run, 4, name)
 
