@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,17 @@ def machine() -> str:
     return f"{cpu}, {os.cpu_count()} logical cores, torch {torch.__version__}, {device}"
 
 
+def save(args: argparse.Namespace, runs: dict[tuple[int, int], Any], counts: dict[tuple[int, str], Any]) -> None:
+    """Write everything measured so far beside the page."""
+    measured = {
+        "machine": machine(),
+        "arguments": {name: value for name, value in vars(args).items() if name != "out"},
+        "seconds": [{"processes": p, "batch": batch, "of": times} for (p, batch), times in runs.items()],
+        "counted": [{"processes": p, "contender": name, **found} for (p, name), found in counts.items()],
+    }
+    args.out.with_suffix(".json").write_text(json.dumps(measured))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
@@ -87,21 +99,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks.md")
     args = parser.parse_args()
-    runs = {(p, batch): run(p, batch, args) for p in args.processes for batch in args.batch}
-    counts = {(p, name): run(p, args.batch[0], args, name) for p in args.processes for name in contenders()}
-    measured = {
-        "machine": machine(),
-        "arguments": {name: value for name, value in vars(args).items() if name != "out"},
-        "seconds": [{"processes": p, "batch": batch, "of": times} for (p, batch), times in runs.items()],
-        "counted": [{"processes": p, "contender": name, **found} for (p, name), found in counts.items()],
-    }
-    args.out.with_suffix(".json").write_text(json.dumps(measured))
+    runs: dict[tuple[int, int], Any] = {}
+    counts: dict[tuple[int, str], Any] = {}
+    # Saved as they come: a run that fails at the end must not take the others along.
+    for p, batch in product(args.processes, args.batch):
+        runs[p, batch] = run(p, batch, args)
+        save(args, runs, counts)
+    for p, name in product(args.processes, contenders()):
+        counts[p, name] = run(p, args.batch[0], args, name)
+        save(args, runs, counts)
     picture = args.out.with_suffix(".svg")
     draw(runs, args.context, picture)
     if not args.out.exists():
         args.out.write_text("# Benchmarks\n\n<!-- figures -->\n<!-- end of figures -->\n")
     lines = [
-        f"Made by `python -m benchmarks.compare {' '.join(sys.argv[1:])}` on: {measured['machine']}. A GPT of "
+        f"Made by `python -m benchmarks.compare {' '.join(sys.argv[1:])}` on: {machine()}. A GPT of "
         f"{args.layers} layers of width {args.dim}, sequences of {args.context}; medians of {args.steps} steps, of the "
         "slowest process, taken in turn.",
         "",

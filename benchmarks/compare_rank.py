@@ -68,6 +68,9 @@ def main() -> None:
     if dist.get_rank() == 0:
         args.json.write_text(json.dumps(result))
     dist.destroy_process_group()
+    # A thread of gloo that drops its last tensors while the interpreter is torn down aborts (pytorch issue 190489).
+    # Contenders without this library have nothing else that waits for it.
+    time.sleep(0.2)
 
 
 def measure(config: GPTConfig, mesh: DeviceMesh, args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 import warnings
 from pathlib import Path
 
@@ -212,6 +213,10 @@ def main() -> None:
     [final] = trainer.validate(module, val, verbose=False)
     if trainer.is_global_zero:
         report(args, final["val_loss"], history, bar, checkpoint)
+    if args.optimizer == "adamw":
+        # Threads of gloo that drop their last tensors while Python is torn down abort (pytorch issue 190489). Owned
+        # matrices see to it by themselves.
+        time.sleep(0.1)
 
 
 if __name__ == "__main__":
