@@ -42,9 +42,8 @@ def lower_busiest(placement: Placement, max_bytes: int | None, budget: Budget) -
 def use_idle_slots(placement: Placement) -> None:
     """Give each slot without an item one of a busy slot that has several, where the spread and the roots allow it."""
     slots = range(len(placement.loads))
-    donors = {
-        donor for donor in slots if placement.count(donor) > 1
-    }  # kept up to date: there may be thousands of slots
+    # Kept up to date instead of searched for each: there may be thousands of slots.
+    donors = {donor for donor in slots if placement.count(donor) > 1}
     for slot in [slot for slot in slots if not placement.on_slot[slot]]:
         for donor in sorted(donors, key=lambda donor: (-placement.loads[donor], donor)):
             items = (item for kind in sorted(placement.on_slot[donor]) for item in placement.one_per_layer(donor, kind))

@@ -115,15 +115,15 @@ def _plan(parsed: argparse.Namespace) -> None:
         _bytes(parsed.activations, "--activations") or 0,
         _bytes(parsed.max_owned, "--max-owned"),
     )
-    ranks = _layout(parsed).ranks
-    if hardware is not None and hardware.inter is None and ranks > parsed.per_node:
+    layout = _layout(parsed)
+    if hardware is not None and hardware.inter is None and layout.ranks > parsed.per_node:
         raise ValueError(
-            f"hardware: {ranks} ranks at --per-node {parsed.per_node} are on several nodes: give inter, as in "
+            f"hardware: {layout.ranks} ranks at --per-node {parsed.per_node} are on several nodes: give inter, as in "
             "inter=50GB/s"
         )
     if limits.activations and limits.memory is None:
         raise ValueError("--activations says what is not left of --memory: give that, such as --memory 80GB")
-    option, other, found = _choose(parsed, shapes, hardware, work, limits)
+    option, other, found = _choose(parsed, layout, shapes, hardware, work, limits)
     if parsed.plot is not None:
         draw(sorted((option, other), key=lambda o: not o.layout.zero3), parsed.plot)
     if parsed.json:
@@ -142,10 +142,14 @@ def _plan(parsed: argparse.Namespace) -> None:
 
 
 def _choose(
-    parsed: argparse.Namespace, shapes: ModelShapes, hardware: Hardware | None, work: Work, limits: Limits
+    parsed: argparse.Namespace,
+    layout: Layout,
+    shapes: ModelShapes,
+    hardware: Hardware | None,
+    work: Work,
+    limits: Limits,
 ) -> tuple[Option, Option, Recommendation | None]:
     """The layout to report on, the same in the other mode, and the recommendation where one was asked for."""
-    layout = _layout(parsed)
 
     def take(one: Layout) -> Option:
         return evaluate(shapes, one, hardware, work, limits, parsed.normuon)
